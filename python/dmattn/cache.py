@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from dmattn import checks, ops, unsupported
 from dmattn.autograd import refuse_gradients
-from dmattn.cache_chunk import AddedToLogits, CacheSizes, CacheState, take_chunk
+from dmattn.cache_chunk import CacheCall, CacheSizes, CacheState, take_chunk
 from dmattn.fake import accumulate_dtype
 from dmattn.renamed import renamed
 
@@ -18,23 +18,6 @@ from dmattn.renamed import renamed
 MOST_STEPS = 8
 
 PaddingSide = Literal["left", "right"]
-
-
-class CacheCall(NamedTuple):
-    """What a call of ``attend`` is given in addition to query, key and value; tensors have as many key heads as key and value."""
-
-    scores: Tensor | None  # [B, Hkv, T], recency included
-    added: AddedToLogits
-    lengths: Tensor | None  # [B]
-    shift: Tensor | None  # [B], by how many places real tokens stand behind padding on the left
-    scale: float
-    softcap: float
-
-    def of_heads(self, kv_heads: slice) -> CacheCall:
-        """The part of this call that is about some of the key heads."""
-        scores = None if self.scores is None else self.scores[:, kv_heads]
-        slopes = None if self.added.slopes is None else self.added.slopes[kv_heads]
-        return self._replace(scores=scores, added=self.added._replace(slopes=slopes))
 
 
 class BoundedCache(nn.Module):
@@ -307,51 +290,42 @@ class BoundedCache(nn.Module):
         shift = None
         if lengths is not None and padding_side == "left" and tokens > 1:
             shift = tokens - lengths.long().clamp(0, tokens)
-        return CacheCall(scores, AddedToLogits(not select_only, slopes), lengths, shift, scale, softcap)
+        return CacheCall(scores, not select_only, slopes, lengths, shift, scale, softcap)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: CacheCall) -> tuple[Tensor, Tensor]:
         """Takes in tokens that were checked, and returns (out, lse)."""
-        scores, added, lengths, shift, scale, softcap = call
+        shift = call.shift
         if shift is not None:
             query, key, value = (rolled(x, shift) for x in (query, key, value))
-            scores = scores if scores is None else rolled(scores, shift)
+            call = call._replace(scores=None if call.scores is None else rolled(call.scores, shift))
         if query.shape[2] <= MOST_STEPS:
-            out, lse = self._take_steps(query, key, value, scores, lengths, added, scale, softcap)
+            out, lse = self._take_steps(query, key, value, call)
         else:
-            out, lse = take_chunk(self._state(), self.sizes, query, key, value, scores, lengths, added, scale, softcap)
+            out, lse = take_chunk(self._state(), self.sizes, query, key, value, call)
         if shift is not None:
             out, lse = rolled(out, -shift), rolled(lse, -shift)
         return out, lse
 
-    def _take_steps(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scores: Tensor | None,
-        lengths: Tensor | None,
-        added: AddedToLogits,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor]:
+    def _take_steps(self, query: Tensor, key: Tensor, value: Tensor, call: CacheCall) -> tuple[Tensor, Tensor]:
         """One token after another: into the cache, and its attention over all slots. Empty slots have a score and a bias of -inf."""
-        state, sizes = self._state(), self.sizes
+        state, sizes, lengths = self._state(), self.sizes, call.lengths
         if lengths is not None and query.shape[2] > 1:
             lengths = lengths.clamp(min=0)  # the smallest int32 less a step would be the largest
         results = []
         for t in range(query.shape[2]):
-            new = (x if x is None or x.shape[2] == 1 else x[:, :, t : t + 1] for x in (query, key, value, scores))
+            new = (x if x is None or x.shape[2] == 1 else x[:, :, t : t + 1] for x in (query, key, value, call.scores))
             remaining = lengths if lengths is None or t == 0 else lengths - t
-            if added.scores:
-                step = (*state, *new, remaining, sizes.window, sizes.local, sizes.sink_keys, scale, softcap)
-                results.append(ops.cache_step(*step))
+            if call.adds_scores:
+                step = (*state, *new, remaining, sizes.window, sizes.local, sizes.sink_keys, call.scale, call.softcap)
+                out, lse = ops.cache_step(*step)
+                results.append((out, lse))
                 continue
             token, *rest = new
             ops.cache_update(*state, *rest, remaining, sizes.window, sizes.local, sizes.sink_keys)
             slots = None if remaining is None else torch.where(remaining > 0, sizes.visible(), 0).to(torch.int32)
             seen = state[:4] if sizes.rewind == 0 else tuple(x[:, :, : sizes.visible()] for x in state[:4])
-            bias = torch.where(seen[3] >= 0, added.bias(seen[3], seen[2]), -torch.inf)
-            results.append(ops.decode(token, *seen[:2], slots, None, bias, None, False, scale, softcap))
+            bias = torch.where(seen[3] >= 0, call.recency(seen[3], seen[2]), -torch.inf)
+            results.append(ops.decode(token, *seen[:2], slots, None, bias, None, False, call.scale, call.softcap))
         if len(results) == 1:
             return results[0]
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)

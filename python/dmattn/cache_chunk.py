@@ -39,21 +39,30 @@ class CacheState(NamedTuple):
     kept: Tensor  # int32 [B, Hkv]
 
 
-class AddedToLogits(NamedTuple):
-    """What a key's logits get in addition to the product."""
+class CacheCall(NamedTuple):
+    """What a call of ``attend`` is given in addition to query, key and value; tensors have as many key heads as key and value."""
 
-    scores: bool  # its score, in which recency is included
-    slopes: Tensor | None  # [Hkv]; without the score recency alone: slopes[h] * position
+    scores: Tensor | None  # [B, Hkv, T], recency included
+    adds_scores: bool  # whether logits get the score; else they get recency alone, slopes[h] * position
+    slopes: Tensor | None  # [Hkv]
+    lengths: Tensor | None  # [B]
+    shift: Tensor | None  # [B], by how many places real tokens stand behind padding on the left
+    scale: float
+    softcap: float
 
-    def bias(self, position: Tensor, like: Tensor) -> Tensor:
+    def of_heads(self, kv_heads: slice) -> CacheCall:
+        """The part of this call that is about some of the key heads."""
+        scores = None if self.scores is None else self.scores[:, kv_heads]
+        return self._replace(scores=scores, slopes=None if self.slopes is None else self.slopes[kv_heads])
+
+    def recency(self, position: Tensor, like: Tensor) -> Tensor:
         """Recency of keys at positions [B, Hkv, S], in the dtype of ``like``; 0 without slopes. It means nothing where there is no key."""
         return like.new_zeros(()) if self.slopes is None else self.slopes[:, None] * position.to(like.dtype)
 
 
 def take_chunk(
-    state: CacheState, sizes: CacheSizes, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, lengths: Tensor | None,
-    added: AddedToLogits, scale: float, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    state: CacheState, sizes: CacheSizes, query: Tensor, key: Tensor, value: Tensor, call: CacheCall
+) -> tuple[Tensor, Tensor]:
     """Attention of T new tokens over cached and new keys, and the state after them: (out, lse).
 
     Cached keys stand before the new ones in the order of their positions. That of a cached key's place is as good as its position for
@@ -61,12 +70,16 @@ def take_chunk(
     """
     # Put the cached keys in order, empty slots in front, and the new ones behind them.
     old = (state.key, state.value, state.score, state.position, state.steps)
-    all_key, all_value, score, position, slot, segment_end = ops.cache_join(*old, key, value, scores, lengths, sizes.visible())
+    all_key, all_value, score, position, slot, segment_end = ops.cache_join(
+        *old, key, value, call.scores, call.lengths, sizes.visible()
+    )
     # Select, attend, and keep what is alive.
     end = ops.select(score, segment_end, sizes.window, True, sizes.local, sizes.sink_keys)
-    call = sizes_of(query, all_key, all_value)
-    masks = (None, end, *NO_MASK[2:])
-    bias = score if added.scores else None if added.slopes is None else added.bias(position, score)
-    result = attend(query, all_key, all_value, call, masks, bias, None, options_of(call, None, True, scale, softcap))
-    ops.cache_extend(*state, all_key, all_value, score, position, slot, end, lengths, sizes.window, sizes.local, sizes.sink_keys)
+    of_call = sizes_of(query, all_key, all_value)
+    options = options_of(of_call, None, True, call.scale, call.softcap)
+    bias = score if call.adds_scores else None if call.slopes is None else call.recency(position, score)
+    result = attend(query, all_key, all_value, of_call, (None, end, *NO_MASK[2:]), bias, None, options)
+    ops.cache_extend(
+        *state, all_key, all_value, score, position, slot, end, call.lengths, sizes.window, sizes.local, sizes.sink_keys
+    )
     return result

@@ -125,10 +125,7 @@ def mask_tensors(mask: Mask | Tensor, sizes: Sizes) -> MaskTensors:
         interval = NO_MASK[:2] if mask.interval is None else _interval_tensors(mask.interval, sizes)
         block = NO_MASK[2:6] if mask.block is None else _block_tensors(mask.block, sizes)
         return *interval, *block, None if mask.index is None else fitting_lists(mask.index, sizes), None
-    if not isinstance(mask, Tensor):
-        raise TypeError(
-            f"mask: expected an IntervalMask, a BlockMask, an IndexMask, an intersection of such or a bool tensor, got {checks.type_of(mask)}"
-        )
+    checks.instance("mask", mask, Tensor, "an IntervalMask, a BlockMask, an IndexMask, an intersection of such or a bool tensor")
     checks.tensor("mask", mask, (torch.bool,))
     mask = four_dims("mask", mask, sizes)
     if mask.shape[2] == 1 and sizes.query_length != 1:  # a mask of keys alone is an interval: O(N)

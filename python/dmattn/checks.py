@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -35,6 +35,12 @@ def type_of(value: object) -> str:
     """The name of a value's type, with its module unless that is Python's, torch's or ours: ``numpy.bool`` is no ``bool``."""
     module, name = type(value).__module__, type(value).__name__
     return name if module.split(".")[0] in ("builtins", "torch", "dmattn") else f"{module}.{name}"
+
+
+def instance(name: str, value: object, kinds: Any, expected: str) -> None:
+    """A value of a class, or of one of several."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name}: expected {expected}, got {type_of(value)}")
 
 
 def tensor(
@@ -92,21 +98,20 @@ def is_traced() -> bool:
 
 
 def positive_int(name: str, value: object) -> None:
-    if not is_int(value):
-        raise TypeError(f"{name}: expected a positive int, got {type_of(value)}")
-    if value <= 0:
-        raise ValueError(f"{name}: expected a positive int, got {value}")
-    if value > MAX_INT:
-        raise ValueError(f"{name}: expected a positive int up to 2^63 - 1, got {value}")
+    _int_from(1, "a positive int", name, value)
 
 
 def natural_int(name: str, value: object) -> None:
+    _int_from(0, "an int >= 0", name, value)
+
+
+def _int_from(least: int, expected: str, name: str, value: object) -> None:
     if not is_int(value):
-        raise TypeError(f"{name}: expected an int >= 0, got {type_of(value)}")
-    if value < 0:
-        raise ValueError(f"{name}: expected an int >= 0, got {value}")
+        raise TypeError(f"{name}: expected {expected}, got {type_of(value)}")
+    if value < least:
+        raise ValueError(f"{name}: expected {expected}, got {value}")
     if value > MAX_INT:
-        raise ValueError(f"{name}: expected an int >= 0 up to 2^63 - 1, got {value}")
+        raise ValueError(f"{name}: expected {expected} up to 2^63 - 1, got {value}")
 
 
 def number_drawn(name: str, value: int) -> None:

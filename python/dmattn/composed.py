@@ -13,6 +13,8 @@ With ``m_i`` the largest logit of row i, held constant, and ``w_ij = exp(logit_i
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -464,10 +466,7 @@ def pairs_seen(
         parts.append(per_query_head(listed, heads))
     if not parts:
         return None
-    visible = parts[0]
-    for part in parts[1:]:
-        visible = visible & part
-    return visible
+    return functools.reduce(operator.and_, parts)
 
 
 def visible_in_blocks(tiles: Tensor, bits: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -651,25 +650,17 @@ def tangents(inputs: Sequence[Any], given: Sequence[Tensor | None]) -> tuple[Ten
     return ((numerator_t - lse_t * numerator) * inverse).to(call.dtype), lse_t[..., 0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Incoming:
-    """Gradients of out and lse, and with them those of numerator and denominator, for the op ``backward``.
+def _incoming(grad_out: Tensor | None, grad_lse: Tensor | None, numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients, or their tangents, of out and of lse [.., B, H, Sq, 1]: zeros for None, and where a row sees nothing.
 
-    numerator_bar = grad_out / denominator; denominator_bar = (grad_lse - <grad_out, out>) / denominator.
+    Those of numerator and denominator are then grad_out / denominator and (grad_lse - <grad_out, out>) / denominator.
     """
-
-    grad_out: Tensor
-    grad_lse: Tensor
-    numerator_bar: Tensor
-    denominator_bar: Tensor
-
-
-def _incoming(call: Call, grad_out: Tensor, grad_lse: Tensor | None, numerator: Tensor, denominator: Tensor) -> Incoming:
-    inverse = _inverse(denominator)
-    grad_out = torch.where(denominator > 0, grad_out.to(numerator.dtype), 0.0)
-    grad_lse = torch.zeros_like(denominator) if grad_lse is None else torch.where(denominator > 0, grad_lse[..., None], 0.0)
-    rest = grad_lse - _dot(grad_out, numerator * inverse)
-    return Incoming(grad_out, grad_lse, grad_out * inverse, rest * inverse)
+    grad_lse = None if grad_lse is None else grad_lse[..., None]
+    grad_out, grad_lse = (
+        torch.zeros_like(like) if given is None else torch.where(denominator > 0, given.to(like.dtype), 0.0)
+        for given, like in ((grad_out, numerator), (grad_lse, denominator))
+    )
+    return grad_out, grad_lse
 
 
 def _needed(problem: Problem, need_key_bias: bool, need_bias: bool) -> tuple[bool, ...]:
@@ -712,8 +703,9 @@ def gradients_of_gradients(
     sums = Sums(problem.kinds)
     numerator, denominator = call.sum(sums)
     inverse = _inverse(denominator)
-    incoming = _incoming(call, grad_out, grad_lse, numerator, denominator)
-    bars = (incoming.numerator_bar, incoming.denominator_bar)
+    grad_out, of_lse = _incoming(grad_out, grad_lse, numerator, denominator)
+    out, square = numerator * inverse, inverse * inverse
+    bars = (grad_out * inverse, (of_lse - _dot(grad_out, out)) * inverse)
 
     # Through the gradients as functions of operands, numerator_bar and denominator_bar.
     gradients = call.sum(Vjp(Vjp(sums, once), (*twice, True, True)), *bars, *(
@@ -721,14 +713,11 @@ def gradients_of_gradients(
     *direct, numerator_bar_bar, denominator_bar_bar = gradients
 
     # Through numerator_bar and denominator_bar as functions of grad_out, grad_lse, numerator and denominator.
-    out, square = numerator * inverse, inverse * inverse
     grad_out_bar = numerator_bar_bar * inverse - denominator_bar_bar * out * inverse
     grad_lse_bar = denominator_bar_bar * inverse
-    more_numerator_bar = -denominator_bar_bar * incoming.grad_out * square
-    more_denominator_bar = -_dot(numerator_bar_bar, incoming.grad_out) * square
-    more_denominator_bar = more_denominator_bar + denominator_bar_bar * square * (
-        2.0 * _dot(incoming.grad_out, out) - incoming.grad_lse
-    )
+    more_numerator_bar = -denominator_bar_bar * grad_out * square
+    more_denominator_bar = -_dot(numerator_bar_bar, grad_out) * square
+    more_denominator_bar = more_denominator_bar + denominator_bar_bar * square * (2.0 * _dot(grad_out, out) - of_lse)
 
     # Through numerator and denominator as functions of operands.
     indirect = call.sum(Vjp(sums, twice), more_numerator_bar, more_denominator_bar)
@@ -762,16 +751,13 @@ def tangents_of_gradients(
     numerator, denominator, numerator_t, denominator_t = call.sum(SumsAndTangents(problem.kinds * 2), *operands_t)
     inverse = _inverse(denominator)
     inverse_t = -denominator_t * inverse * inverse
-    incoming = _incoming(call, grad_out, grad_lse, numerator, denominator)
-
-    sees = denominator > 0
-    grad_out_t = torch.zeros_like(numerator) if grad_out_t is None else torch.where(sees, grad_out_t.to(numerator.dtype), 0.0)
-    grad_lse_t = torch.zeros_like(denominator) if grad_lse_t is None else torch.where(sees, grad_lse_t[..., None], 0.0)
+    grad_out, of_lse = _incoming(grad_out, grad_lse, numerator, denominator)
+    of_out_t, of_lse_t = _incoming(grad_out_t, grad_lse_t, numerator, denominator)
     out, out_t = numerator * inverse, numerator_t * inverse + numerator * inverse_t
-    rest = incoming.grad_lse - _dot(incoming.grad_out, out)
-    rest_t = grad_lse_t - _dot(grad_out_t, out) - _dot(incoming.grad_out, out_t)
-    bars_t = (grad_out_t * inverse + incoming.grad_out * inverse_t, rest_t * inverse + rest * inverse_t)
+    rest = of_lse - _dot(grad_out, out)
+    rest_t = of_lse_t - _dot(of_out_t, out) - _dot(grad_out, out_t)
+    bars_t = (of_out_t * inverse + grad_out * inverse_t, rest_t * inverse + rest * inverse_t)
 
     function = Jvp(Vjp(Sums(problem.kinds), needed))
-    results = call.sum(function, incoming.numerator_bar, incoming.denominator_bar, *operands_t, *bars_t)
+    results = call.sum(function, grad_out * inverse, rest * inverse, *operands_t, *bars_t)
     return _by_name(problem, needed, results)

@@ -95,8 +95,7 @@ def decode_attention(
     if mask is None:
         out, lse = ops.decode(query, key_cache, value_cache, lengths, page_table, key_bias, sinks, True, scale, softcap)
     else:
-        if not isinstance(mask, IndexMask):
-            raise TypeError(f"mask: expected an IndexMask, got {checks.type_of(mask)}")
+        checks.instance("mask", mask, IndexMask, "an IndexMask")
         fitting_lists(mask, sizes)
         cache = Cache(key_cache, value_cache, lengths, page_table)
         out, lse = decode_listed(query, cache, mask, key_bias, sinks, scale, softcap)

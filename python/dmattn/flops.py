@@ -44,10 +44,12 @@ def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = Fals
     for name, size in (("Sq", Sq), ("Sk", Sk), ("batch", batch), ("heads", heads)):
         checks.length(name, size)
     checks.flag("is_causal", is_causal)
-    if mask is not None and not isinstance(mask, IntervalMask | BlockMask | IndexMask | CombinedMask):
-        raise TypeError(
-            f"mask: expected an IntervalMask, a BlockMask, an IndexMask, an intersection of such or None, got {checks.type_of(mask)}"
-        )
+    checks.instance(
+        "mask",
+        mask,
+        IntervalMask | BlockMask | IndexMask | CombinedMask | None,
+        "an IntervalMask, a BlockMask, an IndexMask, an intersection of such or None",
+    )
     parts = mask._parts() if isinstance(mask, CombinedMask) else [] if mask is None else [mask]
     masks, lists = Masks(None, None, None, None, None, None), LISTS
     for part in parts:

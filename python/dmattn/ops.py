@@ -53,19 +53,15 @@ def index_top_k(*inputs: Any) -> tuple[Tensor, Tensor]:
     if _watched(inputs):
         unsupported.refuse_onnx()
         indices, scores = torch.ops.dmattn.index_top_k(*inputs)
-        return indices, scores
-    with torch._C._AutoDispatchBelowAutograd():
-        indices, scores = torch.ops.dmattn.index_top_k(*inputs)
+    else:
+        indices, scores = autograd.below_autograd(torch.ops.dmattn.index_top_k, inputs)
     return indices, scores
 
 
 def list_keys(*inputs: object) -> tuple[Tensor, Tensor]:
     """``torch.ops.dmattn.list_keys``, likewise, of integers."""
-    if _watched(inputs):
-        keys, counts = torch.ops.dmattn.list_keys(*inputs)
-        return keys, counts
-    with torch._C._AutoDispatchBelowAutograd():
-        keys, counts = torch.ops.dmattn.list_keys(*inputs)
+    op = torch.ops.dmattn.list_keys
+    keys, counts = op(*inputs) if _watched(inputs) else autograd.below_autograd(op, inputs)
     return keys, counts
 
 
@@ -92,42 +88,26 @@ def decode_if_plain(*inputs: object) -> tuple[Tensor, Tensor] | None:
     return out, lse
 
 
-def cache_update(*inputs: object) -> None:
-    """``torch.ops.dmattn.cache_update``, likewise: it writes its first seven arguments."""
-    _change(torch.ops.dmattn.cache_update, "BoundedCache.attend", inputs)
+def _changing(name: str, caller: str) -> Callable[..., Any]:
+    """``torch.ops.dmattn.<name>``, likewise: it writes tensors of a cache and has no derivative. ``caller`` is for errors."""
+
+    def change(*inputs: object) -> Any:
+        op = getattr(torch.ops.dmattn, name)
+        if _watched(inputs):
+            if sharding.any_sharded(inputs):
+                sharding.refuse(caller)
+            return op(*inputs)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            autograd.refuse_gradients(caller)
+        return autograd.below_autograd(op, inputs)
+
+    return change
 
 
-def cache_step(*inputs: object) -> tuple[Tensor, Tensor]:
-    """``torch.ops.dmattn.cache_step``, likewise: it writes its first seven arguments."""
-    result: tuple[Tensor, Tensor] = _change(torch.ops.dmattn.cache_step, "BoundedCache.attend", inputs)
-    return result
-
-
-def cache_join(*inputs: object) -> tuple[Tensor, ...]:
-    """``torch.ops.dmattn.cache_join``, likewise."""
-    joined: tuple[Tensor, ...] = _change(torch.ops.dmattn.cache_join, "BoundedCache.attend", inputs)
-    return joined
-
-
-def cache_extend(*inputs: object) -> None:
-    """``torch.ops.dmattn.cache_extend``, likewise: it writes its first seven arguments."""
-    _change(torch.ops.dmattn.cache_extend, "BoundedCache.attend", inputs)
-
-
-def cache_rewind(*inputs: object) -> None:
-    """``torch.ops.dmattn.cache_rewind``, likewise: it writes its first seven arguments."""
-    _change(torch.ops.dmattn.cache_rewind, "BoundedCache.rewind", inputs)
-
-
-def _change(op: Callable[..., Any], name: str, inputs: tuple[object, ...]) -> Any:
-    if _watched(inputs):
-        if sharding.any_sharded(inputs):
-            sharding.refuse(name)
-        return op(*inputs)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        autograd.refuse_gradients(name)
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*inputs)
+cache_update, cache_step, cache_join, cache_extend = (
+    _changing(f"cache_{name}", "BoundedCache.attend") for name in ("update", "step", "join", "extend")
+)
+cache_rewind = _changing("cache_rewind", "BoundedCache.rewind")
 
 
 def _watched(inputs: tuple[object, ...]) -> bool:

@@ -64,14 +64,12 @@ def forward_plan(call: Mapping[str, Any], device: Mapping[str, Any] | None = Non
         RuntimeError: no kernel takes the call; the text says why.
         ImportError: ``dmattn._C`` does not load.
     """
-    planned: dict[str, Any] = _module().forward_plan(dict(call), dict(device or {}))
-    return planned
+    return _planned("forward_plan", call, device)
 
 
 def backward_plan(call: Mapping[str, Any], device: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What attention backward does; arguments and errors as in :func:`forward_plan`. All gradients are wanted."""
-    planned: dict[str, Any] = _module().backward_plan(dict(call), dict(device or {}))
-    return planned
+    return _planned("backward_plan", call, device)
 
 
 def decode_plan(call: Mapping[str, Any], device: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -84,13 +82,13 @@ def decode_plan(call: Mapping[str, Any], device: Mapping[str, Any] | None = None
 
     Errors as in :func:`forward_plan`.
     """
-    planned: dict[str, Any] = _module().decode_plan(dict(call), dict(device or {}))
+    return _planned("decode_plan", call, device)
+
+
+def _planned(name: str, call: Mapping[str, Any], device: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a function of ``dmattn._C`` says, which no op needs: it may lack its package nanobind-backend."""
+    planned: dict[str, Any] = getattr(importlib.import_module("dmattn._C"), name)(dict(call), dict(device or {}))
     return planned
-
-
-def _module() -> Any:
-    """``dmattn._C``, which no op needs: it may lack its package nanobind-backend."""
-    return importlib.import_module("dmattn._C")
 
 
 def in_words(name: str, plan: Mapping[str, Any]) -> str:

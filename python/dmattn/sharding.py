@@ -205,11 +205,10 @@ class ShardingPlan:
     def own_seed(self, seed: Tensor) -> Tensor:
         """A dropout seed of this rank's part: one that all ranks agree on, and another one for each part."""
         dtensor = _tensor_module()
-        if is_sharded(seed):
-            agreed: Tensor = seed.redistribute(self.mesh, [dtensor.Replicate()] * self.mesh.ndim).to_local()  # type: ignore[attr-defined]
-        else:  # ranks may have drawn different ones
-            largest = dtensor.DTensor.from_local(seed, self.mesh, [dtensor.Partial("max")] * self.mesh.ndim, run_check=False)
-            agreed = largest.redistribute(self.mesh, [dtensor.Replicate()] * self.mesh.ndim).to_local()
+        drawn: Any = seed
+        if not is_sharded(seed):  # ranks may have drawn different ones
+            drawn = dtensor.DTensor.from_local(seed, self.mesh, [dtensor.Partial("max")] * self.mesh.ndim, run_check=False)
+        agreed: Tensor = drawn.redistribute(self.mesh, [dtensor.Replicate()] * self.mesh.ndim).to_local()
         return agreed + SEED_STEP * self._index()
 
     def whole(self, local: Tensor, shape: Sequence[int]) -> Tensor:

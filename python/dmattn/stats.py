@@ -185,8 +185,7 @@ def stats(
     query = _four("query_shape", query_shape)
     length = _key_length(mask)
     key = (*query[:2], query[2] if length is None else length, query[3]) if key_shape is None else _four("key_shape", key_shape)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype: expected a torch.dtype, got {checks.type_of(dtype)}")
+    checks.instance("dtype", dtype, torch.dtype, "a torch.dtype")
     if value_dim is not None:
         checks.positive_int("value_dim", value_dim)
     width = query[3] if value_dim is None else value_dim
@@ -366,8 +365,7 @@ def _four(name: str, shape: Sequence[int]) -> tuple[int, int, int, int]:
     Raises:
         TypeError, ValueError: it is none.
     """
-    if not isinstance(shape, Sequence):
-        raise TypeError(f"{name}: expected four ints, got {checks.type_of(shape)}")
+    checks.instance(name, shape, Sequence, "four ints")
     if len(shape) != 4:
         raise ValueError(f"{name}: expected four ints [B, heads, S, D], got {list(shape)}")
     for size in shape:

@@ -256,36 +256,20 @@ def scaled_dot_product(
     **left_out: Any,
 ) -> tuple[Any, ...]:
     """``aten::_scaled_dot_product_flash_attention`` of [B, heads, S, D]."""
-    _check_forward(query, dropout_p, return_debug_mask, left_out)
-    rng = _rng_state(query, dropout_p)
-    out, lse = _dense_call(query, key, value, _extras(is_causal, scale, None, None, dropout_p, rng)).forward()
-    unused = rng.new_zeros(())
-    return out, lse, None, None, query.shape[2], key.shape[2], rng, unused, query.new_empty(0)
+    _check_forward(query, dropout_p, return_debug_mask, left_out)  # while query says whether it requires a gradient: views do not
+    lengths = query.shape[2], key.shape[2]
+    query, key, value = (x.transpose(-3, -2) for x in (query, key, value))
+    options = (*lengths, dropout_p, is_causal, return_debug_mask)
+    out, lse, *rest = forward(query, key, value, None, None, *options, scale=scale, **left_out)
+    return out.transpose(1, 2), lse, None, None, *lengths, *rest
 
 
-def scaled_dot_product_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-    **left_out: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``aten::_scaled_dot_product_flash_attention_backward``."""
-    _check_forward(query, dropout_p, False, left_out)
-    call = _dense_call(query, key, value, _extras(is_causal, scale, None, None, dropout_p, philox_seed))
-    return call.backward(grad_out, out, logsumexp)
+def scaled_dot_product_backward(*inputs: Any, **options: Any) -> tuple[Tensor, ...]:
+    """``aten::_scaled_dot_product_flash_attention_backward``: :func:`backward` of [B, heads, S, D]."""
+    grad_out, query, key, value, out, lse, _, _, *rest = inputs
+    grad_out, query, key, value, out = (x.transpose(-3, -2) for x in (grad_out, query, key, value, out))
+    gradients = backward(grad_out, query, key, value, out, lse, None, None, *rest, **options)
+    return tuple(x.transpose(1, 2) for x in gradients)
 
 
 def forward(
@@ -333,27 +317,14 @@ def forward_into(out: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
+    *inputs: Any,
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
     **left_out: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::_flash_attention_backward``."""
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, _, _, dropout_p, is_causal, rng_state, _ = inputs
     _check_forward(query, dropout_p, False, left_out)
     extras = _extras(is_causal, scale, window_size_left, window_size_right, dropout_p, rng_state)
     if cum_seq_q is None or cum_seq_k is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -408,12 +408,11 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"value: expected [Tk, Hkv, Dv] with {expected}, got {checks.shape_of(value)}")
 
 
-def parts_of(mask: object) -> tuple[IntervalMask | None, IndexMask | None]:
+def parts_of(mask: Any) -> tuple[IntervalMask | None, IndexMask | None]:
     """The intervals and the lists of a mask."""
     if isinstance(mask, CombinedMask) and mask.block is None:
         return mask.interval, mask.index
-    if mask is not None and not isinstance(mask, IntervalMask | IndexMask):
-        raise TypeError(f"mask: expected an IntervalMask, an IndexMask or interval & index, got {checks.type_of(mask)}")
+    checks.instance("mask", mask, IntervalMask | IndexMask | None, "an IntervalMask, an IndexMask or interval & index")
     return (None, mask) if isinstance(mask, IndexMask) else (mask, None)
 
 

@@ -1,8 +1,8 @@
-"""The handshake of a call: ranks compare the metadata of their calls, so that ranks that were called differently are an error on every rank.
+"""The handshake of a call: ranks compare the metadata of their calls, so that calls that differ are an error on every rank.
 
-It is an exchange between hosts, over gloo, so it waits for no GPU. A rank whose call is the one that all ranks last agreed on may send or
-receive its message ahead of the handshake: any two ranks that do so agree on that message. A rank that was called differently learns from the
-handshake that the other one went ahead, and takes its end of the message, so that nothing hangs. What such a message brings is thrown away.
+It is an all-gather between hosts, over gloo, and waits for no GPU. Between two ranks it is optimistic: a rank that repeats the call that all
+ranks last agreed on starts the call's message ahead of the handshake. Any two ranks that do so agree on that message. Where only one does, the
+other learns so from the handshake and takes its end of the message, so that nothing hangs, and what the message brings is thrown away.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _checked(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: object,
+    mask: Any,
     scores: Tensor | None,
     window: int | None,
     local: int,
@@ -200,8 +200,7 @@ def _checked(
         raise ValueError(f"key: expected [B, Hkv, n, D] with n={sizes.query_length} like query, got {checks.shape_of(key)}")
     if mask is not None and scores is not None:
         raise ValueError("mask, scores: expected at most one of them, got both")
-    if mask is not None and not isinstance(mask, IntervalMask):
-        raise TypeError(f"mask: expected an IntervalMask of the whole sequence, got {checks.type_of(mask)}")
+    checks.instance("mask", mask, IntervalMask | None, "an IntervalMask of the whole sequence")
     if base is not None and scores is None:
         raise ValueError("base: expected None without scores, got one")
     if base is not None:

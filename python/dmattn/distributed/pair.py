@@ -1,9 +1,8 @@
-"""The short way between two ranks where scores select: one message, and neither rank needs the mask of the whole sequence.
+"""Two ranks where scores select: one message from the first to the second, and neither needs the mask of the whole sequence.
 
-The first rank selects among its own keys. Those that are alive behind its chunk take the second rank's slots: their scores and rows leave in
-one message. Meanwhile the second rank copies its own rows behind its slots. Then it selects among slots and its own keys, which gives the
-ends that the whole sequence gives. A key's end depends on earlier keys' scores, so attention on the second rank cannot begin before these
-have come, and the rows come with them.
+The first rank selects among its own keys and sends the scores and rows of those that are alive behind its chunk. They fill the second rank's
+slots, behind which it has copied its own rows meanwhile. Then it selects among slots and own keys, which gives the ends that the whole
+sequence gives. A key's end depends on earlier keys' scores, so its attention cannot begin before the message has come.
 
 Slots hold, in the order of positions: the sinks; the keys that have been selected, at most ``window``; the last ``local`` keys, which do not
 compete yet. So every slot that counts as local is as far from the second rank's queries as in the whole sequence, and all others are

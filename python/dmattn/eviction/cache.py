@@ -11,7 +11,7 @@ from dmattn import checks
 from dmattn.autograd import refuse_gradients
 from dmattn.cache import BoundedCache
 from dmattn.eviction.lifetimes import check_tokens, closed_up, latest_queries
-from dmattn.eviction.policy import Policy, Seen
+from dmattn.eviction.policy import Policy, Seen, check_policy
 
 
 class EvictionCache(nn.Module):
@@ -55,12 +55,7 @@ class EvictionCache(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(policy, Policy):
-            raise TypeError(f"policy: expected a dmattn.eviction.Policy, got {checks.type_of(policy)}")
-        checks.positive_int("num_heads", num_heads)
-        checks.positive_int("num_kv_heads", num_kv_heads)
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}")
+        check_policy(policy, num_heads, num_kv_heads, decides=False)
         if slots is None and policy.every == 0:
             raise ValueError("slots: expected a number for a policy with every=0, got None")
         needed = policy.slots(num_kv_heads)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
-from dmattn.eviction.policy import Policy, Seen
+from dmattn.eviction.policy import Policy, Seen, check_policy
 from dmattn.masks import FOREVER, IntervalMask
 
 
@@ -87,10 +87,7 @@ def decisions(
 ) -> Iterator[tuple[int, Tensor]]:
     """What :func:`interval_of` takes, one decision after another; arguments as of :func:`lifetimes`."""
     batch, kv_heads, length = check_tokens(query, key, value, scores)
-    if not isinstance(policy, Policy):
-        raise TypeError(f"policy: expected a dmattn.eviction.Policy, got {checks.type_of(policy)}")
-    if policy.every < 1:
-        raise ValueError(f"policy: expected one that decides every so many tokens, got every={policy.every}")
+    check_policy(policy)
     scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
     position = torch.full((batch, kv_heads, policy.slots(kv_heads)), -1, dtype=torch.int32, device=key.device)
     memory = torch.zeros(position.shape, device=key.device)

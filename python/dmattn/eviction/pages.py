@@ -13,7 +13,7 @@ from dmattn.attention import attention
 from dmattn.autograd import refuse_gradients
 from dmattn.decode import MAX_QUERIES, PAGE_UNIT, decode_attention
 from dmattn.eviction.lifetimes import check_tokens, closed_up, latest_queries
-from dmattn.eviction.policy import Policy, Seen
+from dmattn.eviction.policy import Policy, Seen, check_policy
 from dmattn.masks import ALWAYS, FOREVER, IntervalMask
 
 
@@ -136,16 +136,8 @@ class PagedCache:
     """
 
     def __init__(self, policy: Policy, pool: PagePool, num_heads: int, num_kv_heads: int) -> None:
-        if not isinstance(policy, Policy):
-            raise TypeError(f"policy: expected a dmattn.eviction.Policy, got {checks.type_of(policy)}")
-        if not isinstance(pool, PagePool):
-            raise TypeError(f"pool: expected a dmattn.eviction.PagePool, got {checks.type_of(pool)}")
-        checks.positive_int("num_heads", num_heads)
-        checks.positive_int("num_kv_heads", num_kv_heads)
-        if policy.every < 1:
-            raise ValueError(f"policy: expected one that decides every so many tokens, got every={policy.every}")
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}")
+        check_policy(policy, num_heads, num_kv_heads)
+        checks.instance("pool", pool, PagePool, "a dmattn.eviction.PagePool")
         self.policy, self.pool, self.num_heads, self.num_kv_heads = policy, pool, num_heads, num_kv_heads
         if self.most_pages > len(pool._is_taken):
             raise ValueError(f"pool: expected the {self.most_pages} pages that a sequence may need, got {len(pool._is_taken)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +120,17 @@ class Policy:
             rank = torch.where(kept & (rank > -torch.inf), torch.inf, rank)
             kept = best(rank.flatten(1), self.budget * rank.shape[1]).view_as(rank)
         return kept & (rank > -torch.inf)
+
+
+def check_policy(policy: Any, num_heads: int = 1, num_kv_heads: int = 1, *, decides: bool = True) -> None:
+    """Refuses what is no policy, or with ``decides`` none that decides every so many tokens, and heads that cannot be grouped."""
+    checks.instance("policy", policy, Policy, "a dmattn.eviction.Policy")
+    checks.positive_int("num_heads", num_heads)
+    checks.positive_int("num_kv_heads", num_kv_heads)
+    if decides and policy.every < 1:
+        raise ValueError(f"policy: expected one that decides every so many tokens, got every={policy.every}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}")
 
 
 def best(rank: Tensor, count: int) -> Tensor:

@@ -34,10 +34,12 @@ class MaskBuffer(nn.Module):
 
     def __init__(self, mask: Mask, *, persistent: bool = True) -> None:
         super().__init__()
-        if not isinstance(mask, IntervalMask | BlockMask | IndexMask | CombinedMask):
-            raise TypeError(
-                f"mask: expected an IntervalMask, a BlockMask, an IndexMask or an intersection, got {checks.type_of(mask)}"
-            )
+        checks.instance(
+            "mask",
+            mask,
+            IntervalMask | BlockMask | IndexMask | CombinedMask,
+            "an IntervalMask, a BlockMask, an IndexMask or an intersection",
+        )
         checks.flag("persistent", persistent)
         self._type: type[IntervalMask] | type[BlockMask] | type[IndexMask] | type[CombinedMask] = type(mask)
         self._persistent = persistent

@@ -196,11 +196,9 @@ class MaskData:
             TypeError: a mask of another type.
             ValueError: no masks, or lengths, heads or devices that differ.
         """
-        if not isinstance(masks, list | tuple):
-            raise TypeError(f"masks: expected a list or tuple of {cls.__name__}, got {type(masks).__name__}")
+        checks.instance("masks", masks, list | tuple, f"a list or tuple of {cls.__name__}")
         for mask in masks:
-            if not isinstance(mask, cls):
-                raise TypeError(f"masks: expected every one to be of type {cls.__name__}, got {type(mask).__name__}")
+            checks.instance("masks", mask, cls, f"every one to be of type {cls.__name__}")
         if not masks:
             raise ValueError(f"masks: expected at least one {cls.__name__}, got none")
         for mask in masks:

@@ -172,8 +172,7 @@ class IndexMask(MaskData):
             raise ValueError(
                 f"scores: expected n={-(-keys // block_size)} for {keys} keys in blocks of {block_size}, got {checks.shape_of(scores)}"
             )
-        if base is not None and not isinstance(base, IntervalMask):
-            raise TypeError(f"base: expected an IntervalMask, got {checks.type_of(base)}")
+        checks.instance("base", base, IntervalMask | None, "an IntervalMask")
         if base is not None and not base.serves(keys):
             raise ValueError(f"base: expected a mask for {keys} keys, got one for {base.key_length}")
         offset = keys - queries if query_offset is None else bounds.position("query_offset", query_offset, scores.device)

@@ -374,6 +374,11 @@ class IntervalMask(MaskData):
         """Whether the mask can be used with this number of keys."""
         return self._length == Sk or self.any_length
 
+    def _check_served(self, Sk: int) -> None:
+        checks.length("Sk", Sk)
+        if not self.serves(Sk):
+            raise ValueError(f"Sk: expected the mask's own number of keys {self.key_length}, got {Sk}")
+
     def __and__(self, other: IntervalMask) -> IntervalMask:
         both: IntervalMask = _intersection(self, other)
         return both
@@ -381,9 +386,7 @@ class IntervalMask(MaskData):
     def to_bool(self, Sq: int, Sk: int) -> Tensor:
         """The mask as booleans [B|1, H|Hkv|1, Sq, Sk], True = visible: N x N memory, for looking and for tests."""
         checks.length("Sq", Sq)
-        checks.length("Sk", Sk)
-        if not self.serves(Sk):
-            raise ValueError(f"Sk: expected the mask's own number of keys {self.key_length}, got {Sk}")
+        self._check_served(Sk)
         position = torch.arange(Sk - Sq, Sk, device=self.start.device, dtype=torch.int32)[:, None]
         start, end = same_heads(self.start, self.end, "end")
         visible = (start[:, :, None, :] <= position) & (position < end[:, :, None, :])
@@ -401,9 +404,7 @@ class IntervalMask(MaskData):
         if Sk is None and self.any_length:
             raise ValueError("Sk: expected the number of keys for a mask that serves any, got None")
         if Sk is not None:
-            checks.length("Sk", Sk)
-        if Sk is not None and not self.serves(Sk):
-            raise ValueError(f"Sk: expected the mask's own number of keys {self.key_length}, got {Sk}")
+            self._check_served(Sk)
         length = self._length if Sk is None else Sk
         start, end = same_heads(self.start, self.end, "end")
         shape = (*self.shape[:2], length)
@@ -517,10 +518,9 @@ def _intersection(mask: IntervalMask, other: object) -> Any:
     return mask._build(start=start, end=end, any_length=any_length, segments=segments, most_keys=most_keys)
 
 
-def check_base(base: object) -> None:
+def check_base(base: Any) -> None:
     """Refuses what selection cannot start from."""
-    if not isinstance(base, IntervalMask):
-        raise TypeError(f"base: expected an IntervalMask, got {checks.type_of(base)}")
+    checks.instance("base", base, IntervalMask, "an IntervalMask")
     if base.segments is None:
         raise ValueError(
             "base: expected documents, padding or their intersection (under another mask a dropped key could come back, "
@@ -590,7 +590,7 @@ def _keys(Sk: int, device: torch.device | str | None) -> Tensor:
     return torch.arange(Sk, dtype=torch.int32, device=device).view(1, 1, Sk)
 
 
-def _lengths(name: str, given: object, device: torch.device | str | None) -> Tensor:
+def _lengths(name: str, given: Any, device: torch.device | str | None) -> Tensor:
     """[B, 1, 1] int32 from an int or a [B] tensor of integers."""
     if isinstance(given, Tensor):
         checks.tensor(name, given)
@@ -603,8 +603,7 @@ def _lengths(name: str, given: object, device: torch.device | str | None) -> Ten
             if least < 0 or most > checks.MAX_LENGTH:
                 raise ValueError(f"{name}: expected lengths from 0 to {checks.MAX_LENGTH}, got {least if least < 0 else most}")
         return given.clamp(max=checks.MAX_LENGTH).to(torch.int32).reshape(-1, 1, 1)
-    if not isinstance(given, int):
-        raise TypeError(f"{name}: expected an int or a tensor [B], got {checks.type_of(given)}")
+    checks.instance(name, given, int, "an int or a tensor [B]")
     checks.length(name, given)
     return torch.full((1, 1, 1), given, dtype=torch.int32, device=device)
 

@@ -94,8 +94,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         checks.selection(window, local, sink_keys, is_causal)
         self.window, self.local, self.sink_keys, self.is_causal = window, local, sink_keys, is_causal
         self._set_options(rope_theta, dropout)
-        if not isinstance(recipe, ScoreRecipe | None):
-            raise TypeError(f"recipe: expected None or a ScoreRecipe, got {checks.type_of(recipe)}")
+        checks.instance("recipe", recipe, ScoreRecipe | None, "None or a ScoreRecipe")
         self.recipe = recipe = ScoreRecipe.doge() if recipe is None else recipe
         self._set_heads(recipe)
         linear = self._add_projections(bias, device, dtype)
@@ -321,8 +320,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         self, hidden_states: Tensor, cache: BoundedCache | MixedCache, lengths: Tensor | None, padding_side: PaddingSide
     ) -> Tensor:
         """[B, H, S, D]: attention of the next tokens to what the cache holds and to each other."""
-        if not isinstance(cache, (BoundedCache, MixedCache)):
-            raise TypeError(f"cache: expected a dmattn.BoundedCache or a dmattn.nn.MixedCache, got {type(cache).__name__}")
+        checks.instance("cache", cache, (BoundedCache, MixedCache), "a dmattn.BoundedCache or a dmattn.nn.MixedCache")
         self._check_cached()
         if self.training and self.dropout > 0:
             raise ValueError(

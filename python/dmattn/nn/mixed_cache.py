@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmattn.cache import BoundedCache, CacheCall, PaddingSide
+from dmattn import checks
+from dmattn.cache import BoundedCache, PaddingSide
+from dmattn.cache_chunk import CacheCall
 
 
 def cache_of_layer(
@@ -43,8 +45,7 @@ class MixedCache(nn.Module):
     def __init__(self, streaming: BoundedCache, selecting: BoundedCache) -> None:
         super().__init__()
         for name, cache in (("streaming", streaming), ("selecting", selecting)):
-            if not isinstance(cache, BoundedCache):
-                raise TypeError(f"{name}: expected a dmattn.BoundedCache, got {type(cache).__name__}")
+            checks.instance(name, cache, BoundedCache, "a dmattn.BoundedCache")
         if streaming.sizes.window:
             raise ValueError(f"streaming: expected a cache with window=0, got {streaming}")
         common = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from dmattn.sizes import padded
 from dmattn.unsupported import scripting_refused
 
 Projected = tuple[Tensor, Tensor, Tensor]
+MASK_DTYPES = (torch.bool, *checks.DTYPES["cpu"])
 NEVER_SEEN = -1e4  # a logit that is lower by this much has weight 0 in every dtype, as with -inf
 
 
@@ -224,7 +227,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """key_padding_mask as (hidden [B, 1, S], key_bias [B, 1, S + extra])."""
         if given is None:
             return None, None
-        rows = _mask_tensor("key_padding_mask", given)
+        rows = checks.tensor("key_padding_mask", given, MASK_DTYPES)
         rows = rows if is_batched else rows[None]
         if rows.shape != (batch, keys):
             raise ValueError(
@@ -238,7 +241,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """attn_mask as [1|B, 1|H, L, S + extra]: bool with True = visible, or floats to add."""
         if given is None:
             return None
-        pairs = _mask_tensor("attn_mask", given)
+        pairs = checks.tensor("attn_mask", given, MASK_DTYPES)
         if pairs.shape[-2:] != (length, keys) or (pairs.dim() == 3 and pairs.shape[0] != batch * self.num_heads):
             shapes = f"{[length, keys]} or {[batch * self.num_heads, length, keys]}"
             raise ValueError(f"attn_mask: expected [L, S] or [B * H, L, S] = {shapes}, got {checks.shape_of(given)}")
@@ -266,9 +269,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             parts.append(interval)
         if not parts:
             return None
-        whole = parts[0]
-        for part in parts[1:]:
-            whole = whole & part
+        whole = functools.reduce(operator.and_, parts)
         if not extra:
             return whole
         start, end = whole.shift(extra).to_tensor(keys).unbind(2)
@@ -296,14 +297,9 @@ def _sides(window: object) -> tuple[int, int] | None:
     return min(window, checks.MAX_LENGTH + 1) - 1, 0
 
 
-def _mask_tensor(name: str, given: object) -> Tensor:
-    mask = checks.tensor(name, given, (torch.bool, *checks.DTYPES["cpu"]))
-    return mask
-
-
 def _check_hint(given: object, length: int, keys: int) -> None:
     """Refuses an attn_mask that is not the causal mask which is_causal=True says it is, where its values can be read at once."""
-    mask = _mask_tensor("attn_mask", given)
+    mask = checks.tensor("attn_mask", given, MASK_DTYPES)
     if not checks.values_are_known(mask) or torch._C._is_tracing():
         return
     hidden = mask if mask.dtype == torch.bool else mask <= NEVER_SEEN
@@ -350,12 +346,7 @@ def _seen(
                 f"mask: expected a BlockMask for L={length}, S={keys}, got one for {blocks.query_length}, {blocks.key_length}"
             )
         parts.append(blocks.cut(length, keys).to_bool())
-    if not parts:
-        return None
-    seen = parts[0]
-    for part in parts[1:]:
-        seen = seen & part
-    return seen
+    return functools.reduce(operator.and_, parts) if parts else None
 
 
 def _with_weights(

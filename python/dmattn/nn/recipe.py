@@ -60,8 +60,7 @@ class ScoreRecipe:
         return cls(**plain | others)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.score, nn.Module | str):
-            raise TypeError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {type(self.score).__name__}")
+        checks.instance("score", self.score, nn.Module | str, "'exp', 'linear' or a torch.nn.Module")
         if isinstance(self.score, str) and self.score not in ("exp", "linear"):
             raise ValueError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {self.score!r}")
         if self.rotated_heads is not None and (not isinstance(self.rotated_heads, str) or self.rotated_heads != "local"):

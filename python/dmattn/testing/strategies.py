@@ -7,7 +7,9 @@ meaning, built from the definition with index arithmetic and without the library
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
@@ -361,17 +363,18 @@ def selection_bases(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> tuple
         return None, None, kind
     parts = [draw(document_masks(square, device))] if kind != "padding" else []
     parts += [draw(padding_masks(square, device))] if kind != "documents" else []
-    mask, visible = parts[0].mask, parts[0].visible
-    for part in parts[1:]:
-        assert isinstance(mask, IntervalMask)
-        assert isinstance(part.mask, IntervalMask)
-        assert visible is not None
-        assert part.visible is not None
-        mask, visible = mask & part.mask, visible & part.visible
-    description = " & ".join(part.description for part in parts)
-    assert isinstance(mask, IntervalMask)
-    kinds = frozenset().union(*(part.kinds for part in parts))
-    return mask, DrawnMask(mask, visible, description, kinds), description
+    both = _intersection(parts, frozenset())
+    assert isinstance(both.mask, IntervalMask)
+    return both.mask, both, both.description
+
+
+def _intersection(parts: Sequence[DrawnMask], kinds: frozenset[str], heads: int | None = None) -> DrawnMask:
+    """``a & b & ..`` and its meaning, per query head if their number is given."""
+    masks: list[Any] = [part.mask for part in parts]
+    visible: list[Any] = [part.visible for part in parts]
+    visible = visible if heads is None else [reference.per_query_head(rows, heads) for rows in visible]
+    mask, seen = (functools.reduce(operator.and_, given) for given in (masks, visible))
+    return DrawnMask(mask, seen, " & ".join(part.description for part in parts), kinds.union(*(part.kinds for part in parts)))
 
 
 def selected_rows(
@@ -398,8 +401,7 @@ def raw_interval_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> Dr
         bounds.append(torch.randint(-shape.Sq - 3, 2 * shape.Sk + 3, size, generator=generator, dtype=torch.int32).to(device))
     start, end = torch.minimum(*bounds) if draw(st.booleans()) and bounds[0].shape == bounds[1].shape else bounds[0], bounds[1]
     p, _ = positions(shape.Sq, shape.Sk, device)
-    wide = [reference.per_query_head(t, shape.H)[:, :, None] for t in (start, end)]
-    visible = ((wide[0] <= p) & (p < wide[1])).expand(-1, -1, shape.Sq, shape.Sk)
+    visible = _rows_between(start, end, p, shape)
     words = f"intervals(start {list(start.shape)}, end {list(end.shape)})"
     return DrawnMask(IntervalMask(start, end), visible, words, frozenset({"intervals"}))
 
@@ -508,15 +510,7 @@ def combined_masks(
     }
     chosen = draw(st.lists(st.sampled_from(tuple(kinds)), min_size=2, max_size=len(kinds), unique=True))
     parts = [draw(by_kind[kind](shape, device)) for kind in chosen]
-    mask: Any = parts[0].mask
-    visible, of_kinds = None, frozenset({"combined"})
-    for number, part in enumerate(parts):
-        assert part.visible is not None
-        seen = reference.per_query_head(part.visible, shape.H)
-        mask = mask if number == 0 else mask & part.mask
-        visible = seen if visible is None else visible & seen
-        of_kinds |= part.kinds
-    return DrawnMask(mask, visible, " & ".join(part.description for part in parts), of_kinds)
+    return _intersection(parts, frozenset({"combined"}), shape.H)
 
 
 @st.composite
@@ -693,9 +687,13 @@ def _moved(drawn: DrawnMask, offset: int | Tensor, shape: Shape) -> Tensor | Non
         return listed_rows(drawn.mask, positions_from(offset, shape.Sq, drawn.mask.device), shape.Sk)
     if not isinstance(drawn.mask, IntervalMask):
         return drawn.visible
-    bounds = (with_rank(bound, 3) for bound in (drawn.mask.start, drawn.mask.end))
-    start, end = (reference.per_query_head(bound, shape.H)[:, :, None] for bound in bounds)
-    p = positions_from(offset, shape.Sq, start.device)
+    start, end = (with_rank(bound, 3) for bound in (drawn.mask.start, drawn.mask.end))
+    return _rows_between(start, end, positions_from(offset, shape.Sq, start.device), shape)
+
+
+def _rows_between(start: Tensor, end: Tensor, p: Tensor, shape: Shape) -> Tensor:
+    """Who sees a key at the positions [.., Sq, 1] from start to end [B|1, H|Hkv|1, Sk|1]."""
+    start, end = (reference.per_query_head(bound, shape.H)[:, :, None] for bound in (start, end))
     return ((start <= p) & (p < end)).expand(-1, -1, shape.Sq, shape.Sk)
 
 

@@ -52,31 +52,10 @@ class PagedAttention(AttentionBackend):
         self.forward_metadata = Paged(ends, lengths, table, self.page_size, decodes, most_keys, is_fresh)
 
     def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
+        sinks: Tensor | None = None, **more: Any,
+    ) -> Tensor:  # fmt: skip
         """q [tokens, H * D], k and v [tokens, Hkv, D|Dv] -> [tokens, H * Dv]."""
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
-    def forward_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> Tensor:
-        """As :meth:`forward_extend`, with one new token of each request."""
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
-    def support_triton(self) -> bool:
-        return False
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        batch: Any,
-        save: bool,
-        sinks: Tensor | None = None,
-        **more: Any,
-    ) -> Tensor:
         if layer.is_cross_attention or "encoder" in str(getattr(layer.attn_type, "value", layer.attn_type)):
             raise NotImplementedError("dmattn: cross attention and encoders: not supported by this backend")
         if any(given is not None for given in more.values()):
@@ -85,8 +64,8 @@ class PagedAttention(AttentionBackend):
         new = None
         if k is not None and v is not None:
             new = (k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim))
-            if save:
-                self.pool.set_kv_buffer(layer, batch.out_cache_loc, *new)
+            if save_kv_cache:
+                self.pool.set_kv_buffer(layer, forward_batch.out_cache_loc, *new)
         keys, values = (
             slots.view(-1, self.page_size, *slots.shape[1:])
             for slots in (self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id))
@@ -97,3 +76,8 @@ class PagedAttention(AttentionBackend):
             window=None if window is None or window < 0 else window + 1, softcap=float(layer.logit_cap or 0.0), sinks=sinks,
         )  # fmt: skip
         return out.reshape(q.shape[0], -1)
+
+    forward_decode = forward_extend  # with one new token of each request
+
+    def support_triton(self) -> bool:
+        return False

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
+from dmattn import checks
 from dmattn.integrations.transformers.attention import attention_forward
 from dmattn.integrations.transformers.cache import REWIND, BoundedLayer
 from dmattn.integrations.transformers.convert import convert, convert_indexed, load_converted, score_loss_of, set_window
@@ -36,8 +37,7 @@ def register(name: str = "dmattn") -> str:
     Raises:
         TypeError, ValueError: name is no string, or contains what transformers takes for another implementation.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"name: expected a str, got {type(name).__name__}")
+    checks.instance("name", name, str, "a str")
     if not name or any(taken in name for taken in TAKEN):
         raise ValueError(
             f"name: expected a name without {', '.join(TAKEN)}, which transformers takes for other implementations, got {name!r}"

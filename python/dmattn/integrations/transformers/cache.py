@@ -231,8 +231,7 @@ class BoundedLayer(HidesOldNames, CacheLayerMixin):  # type: ignore[misc]
     def offload(self) -> None:
         raise ValueError("offloading: expected False with a bounded cache, which is as small as it will ever be, got True")
 
-    def prefetch(self) -> None:
-        self.offload()
+    prefetch = offload
 
     # Inside ---------------------------------------------------------------------------------------------------------------------
 

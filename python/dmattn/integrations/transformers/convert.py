@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dmattn import checks
 from dmattn.integrations.transformers.cache import REWIND
 from dmattn.integrations.transformers.indexed import INDEXED, INDEXED_FIELD, add_indexer, check_index_settings
-from dmattn.integrations.transformers.layers import SelectingAttention, check_model, selecting_layers, unwrapped
+from dmattn.integrations.transformers.layers import SelectingAttention, check_model, converted, selecting_layers, unwrapped
 from dmattn.nn.scores import initial_slopes
 from dmattn.renamed import renamed, with_new_names
 
@@ -32,28 +29,7 @@ FIELD = "dynamic_mask"
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 
-class DynamicMaskLlamaAttention(SelectingAttention, LlamaAttention):  # type: ignore[misc]
-    """A converted ``LlamaAttention``."""
-
-
-class DynamicMaskMistralAttention(SelectingAttention, MistralAttention):  # type: ignore[misc]
-    """A converted ``MistralAttention``."""
-
-
-class DynamicMaskQwen2Attention(SelectingAttention, Qwen2Attention):  # type: ignore[misc]
-    """A converted ``Qwen2Attention``."""
-
-
-class DynamicMaskQwen3Attention(SelectingAttention, Qwen3Attention):  # type: ignore[misc]
-    """A converted ``Qwen3Attention``."""
-
-
-CONVERTED: dict[type[nn.Module], type[SelectingAttention]] = {
-    LlamaAttention: DynamicMaskLlamaAttention,
-    MistralAttention: DynamicMaskMistralAttention,
-    Qwen2Attention: DynamicMaskQwen2Attention,
-    Qwen3Attention: DynamicMaskQwen3Attention,
-}
+CONVERTED = converted(SelectingAttention, "DynamicMask", globals())
 
 
 @renamed(sink="sink_keys", taught="select_only")
@@ -251,7 +227,7 @@ def _convert_layers(model: PreTrainedModel, settings: dict[str, Any], field: str
     for layer in layers:
         _check_layer(layer)
     heads = layers[0].config.num_key_value_heads
-    check_settings(heads, **settings)
+    check_settings(heads, SimpleNamespace(**settings))
     for layer in layers:
         add(layer, settings)
         layer.__class__ = classes[type(layer)]
@@ -278,31 +254,19 @@ def _check_layer(layer: Any) -> None:
         raise ValueError("model: expected config.is_causal=True, got False: a converted model is causal")
 
 
-def _check_settings(
-    heads: int,
-    window: int,
-    local: int,
-    sink_keys: int,
-    local_heads: int,
-    recency: float | None,
-    score: object,
-    select_only: bool,
-    score_queries: int,
-    bounded_cache: bool,
-    rewind: int,
-) -> None:
-    checks.selection(window, local, sink_keys, True)
-    checks.local_heads(local_heads, heads, local)
-    for name, value in (("select_only", select_only), ("bounded_cache", bounded_cache)):
-        checks.flag(name, value)
+def _check_settings(heads: int, given: SimpleNamespace) -> None:
+    checks.selection(given.window, given.local, given.sink_keys, True)
+    checks.local_heads(given.local_heads, heads, given.local)
+    checks.flag("select_only", given.select_only), checks.flag("bounded_cache", given.bounded_cache)
+    recency, select_only = given.recency, given.select_only
     if recency is not None and (checks.number("recency", recency, low=0.0) == 0 or not select_only):
         raise ValueError(
             f"recency: expected None, or a number > 0 with select_only=True, got {recency} with select_only={select_only}"
         )
-    if score not in ("exp", "linear"):
-        raise ValueError(f"score: expected 'exp' or 'linear', got {score!r}")
-    checks.number_drawn("score_queries", score_queries)
-    checks.natural_int("rewind", rewind)
+    if given.score not in ("exp", "linear"):
+        raise ValueError(f"score: expected 'exp' or 'linear', got {given.score!r}")
+    checks.number_drawn("score_queries", given.score_queries)
+    checks.natural_int("rewind", given.rewind)
 
 
 def _add_scores(layer: Any, settings: dict[str, Any]) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dmattn import checks
 from dmattn.attention import attention
 from dmattn.integrations.transformers.cache import BoundedLayer
-from dmattn.integrations.transformers.layers import SelectingAttention, base_of, selecting_layers
-from dmattn.integrations.transformers.packing import packed_sequences
+from dmattn.integrations.transformers.layers import SelectingAttention, base_of, converted, selecting_layers
 from dmattn.masks.interval import segment_ends
 from dmattn.nn.indexer import Indexer
 from dmattn.nn.scores import drawn_rows, with_dense_rows
@@ -45,10 +41,8 @@ class IndexedSelectingAttention(SelectingAttention):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, past_key_values: Any, packing: Any, hidden: Tensor
     ) -> Tensor:  # fmt: skip
         index = self.indexer(hidden)
-        offset: int | Tensor = 0
+        offset = self._offset(past_key_values)
         if past_key_values is not None:
-            offset = past_key_values.get_seq_length(self.layer_idx)
-            offset = offset.clone() if isinstance(offset, Tensor) else offset  # a static cache counts on in the same tensor
             batch, heads, tokens = key.shape[:3]
             # A part of the index keys lies next to the keys of each head.
             beside = index.key.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)
@@ -56,10 +50,7 @@ class IndexedSelectingAttention(SelectingAttention):
             key, beside = both[..., : key.shape[3]], both[..., key.shape[3] :]
             whole = beside.transpose(1, 2).reshape(batch, both.shape[2], *index.key.shape[1::2])
             index = index._replace(key=whole.transpose(1, 2).to(index.query.dtype))
-        base = base_of(attention_mask, offset, key.shape[2])
-        sequences = packed_sequences(query, key, attention_mask, True, *packing)
-        if sequences is not None:
-            base = sequences if base is None else base & sequences
+        base = base_of(attention_mask, offset, query, key, packing)
         query, key, value = padded(query), padded(key), padded(value)
         dropout = self.attention_dropout if self.training else 0.0
         shared: dict[str, Any] = {"is_causal": True, "scale": self.scaling, "dropout_p": dropout, "query_offset": offset}
@@ -90,28 +81,7 @@ class IndexedSelectingAttention(SelectingAttention):
         )
 
 
-class IndexedLlamaAttention(IndexedSelectingAttention, LlamaAttention):  # type: ignore[misc]
-    """A converted ``LlamaAttention``."""
-
-
-class IndexedMistralAttention(IndexedSelectingAttention, MistralAttention):  # type: ignore[misc]
-    """A converted ``MistralAttention``."""
-
-
-class IndexedQwen2Attention(IndexedSelectingAttention, Qwen2Attention):  # type: ignore[misc]
-    """A converted ``Qwen2Attention``."""
-
-
-class IndexedQwen3Attention(IndexedSelectingAttention, Qwen3Attention):  # type: ignore[misc]
-    """A converted ``Qwen3Attention``."""
-
-
-INDEXED: dict[type[nn.Module], type[SelectingAttention]] = {
-    LlamaAttention: IndexedLlamaAttention,
-    MistralAttention: IndexedMistralAttention,
-    Qwen2Attention: IndexedQwen2Attention,
-    Qwen3Attention: IndexedQwen3Attention,
-}
+INDEXED = converted(IndexedSelectingAttention, "Indexed", globals())
 
 
 def set_dense(model: W, dense: bool) -> W:
@@ -135,13 +105,11 @@ def set_dense(model: W, dense: bool) -> W:
     return model
 
 
-def check_index_settings(
-    heads: int, window: int, local: int, sink_keys: int, groups: object, index_heads: int, index_dim: int, block_size: int,
-    block_score: str, score_queries: int,
-) -> None:  # fmt: skip
+def check_index_settings(heads: int, given: SimpleNamespace) -> None:
     """Refuses settings that do not go together; the indexer refuses its own sizes."""
-    checks.selection(window, local, sink_keys, True)
-    checks.number_drawn("score_queries", score_queries)
+    window, groups, index_dim, block_size = given.window, given.groups, given.index_dim, given.block_size
+    checks.selection(window, given.local, given.sink_keys, True)
+    checks.number_drawn("score_queries", given.score_queries)
     if groups not in (1, "heads") or isinstance(groups, bool):
         raise ValueError(f"groups: expected 'heads' or 1, got {groups!r}")
     checks.positive_int("block_size", block_size)

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dmattn import checks
 from dmattn.attention import attention, dynamic_mask_attention, key_scores
@@ -114,15 +117,10 @@ class SelectingAttention(HidesOldNames, nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, past_key_values: Any, packing: Any, hidden: Tensor
     ) -> Tensor:  # fmt: skip
         """[B, H, Sq, D or more]: attention to the selected keys of the cache and of this call."""
-        offset: int | Tensor = 0
+        offset = self._offset(past_key_values)
         if past_key_values is not None:
-            offset = past_key_values.get_seq_length(self.layer_idx)
-            offset = offset.clone() if isinstance(offset, Tensor) else offset  # a static cache counts on in the same tensor
             key, value = past_key_values.update(key, value, self.layer_idx)
-        base = base_of(attention_mask, offset, key.shape[2])
-        sequences = packed_sequences(query, key, attention_mask, True, *packing)
-        if sequences is not None:
-            base = sequences if base is None else base & sequences
+        base = base_of(attention_mask, offset, query, key, packing)
 
         # A key's score depends on its value alone, so the keys of the cache keep theirs.
         scores = self.scores(value.detach() if self.select_only else value)
@@ -148,6 +146,11 @@ class SelectingAttention(HidesOldNames, nn.Module):
                 )
                 self.last_score_loss = losses.mean()
         return out
+
+    def _offset(self, past_key_values: Any) -> int | Tensor:
+        """The position of the first query: how many tokens a cache holds."""
+        offset: int | Tensor = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+        return offset.clone() if isinstance(offset, Tensor) else offset  # a static cache counts on in the same tensor
 
     def _window(self) -> int:
         """The window as a number that may change. Dynamo takes ints of modules for constants, and would compile again for each window."""
@@ -233,13 +236,31 @@ class SelectingAttention(HidesOldNames, nn.Module):
         return cache.attend(query, key, value, ranks, real, self.scaling, self.select_only)
 
 
-def base_of(mask: Tensor | None, offset: int | Tensor, key_length: int) -> IntervalMask | None:
-    """Padding and documents of a causal mask by dmattn's mask function, as what a selection chooses from."""
+FAMILY: tuple[type[nn.Module], ...] = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
+
+
+def converted(
+    base: type[SelectingAttention], prefix: str, namespace: dict[str, Any]
+) -> dict[type[nn.Module], type[SelectingAttention]]:
+    """What each attention class of the Llama family becomes: ``base`` in addition to it. Pickles find the classes in ``namespace``."""
+    module = {"__module__": namespace["__name__"]}
+    classes = {
+        cls: type(f"{prefix}{cls.__name__}", (base, cls), {"__doc__": f"A converted ``{cls.__name__}``.", **module})
+        for cls in FAMILY
+    }
+    namespace.update({made.__name__: made for made in classes.values()})
+    return classes
+
+
+def base_of(mask: Tensor | None, offset: int | Tensor, query: Tensor, key: Tensor, packing: Any) -> IntervalMask | None:
+    """Padding and documents, of a causal mask by dmattn's mask function or packed, as what a selection chooses from."""
+    sequences = packed_sequences(query, key, mask, True, *packing)
     if mask is None:
-        return None
+        return sequences
     _check_mask(mask)
-    bounds = mask[..., :key_length] + torch.as_tensor(offset, dtype=torch.int32, device=mask.device)
-    return IntervalMask.from_tensor(bounds).as_base("causal")
+    bounds = mask[..., : key.shape[2]] + torch.as_tensor(offset, dtype=torch.int32, device=mask.device)
+    base = IntervalMask.from_tensor(bounds).as_base("causal")
+    return base if sequences is None else base & sequences
 
 
 def _check_mask(mask: Tensor) -> None:
@@ -285,5 +306,4 @@ def selecting_layers(model: nn.Module) -> list[SelectingAttention]:
 
 def check_model(model: object) -> None:
     """Raises TypeError for what is no transformers model itself."""
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}")
+    checks.instance("model", model, PreTrainedModel, "a transformers.PreTrainedModel")

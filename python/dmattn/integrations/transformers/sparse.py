@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +33,7 @@ class TopKIndexer(nn.Module):
     wk: nn.Module
     k_norm: nn.Module
     weights_proj: nn.Linear
+    rotate: Callable[..., tuple[Tensor, Tensor]]  # as the model rotates queries and keys
 
     @torch.no_grad()
     def forward(
@@ -53,7 +57,7 @@ class TopKIndexer(nn.Module):
         key = self.k_norm(self.wk(hidden_states)).unsqueeze(2)
         sizes = [self.qk_rope_head_dim, self.head_dim - self.qk_rope_head_dim]
         (query_rot, query_pass), (key_rot, key_pass) = (x.split(sizes, dim=-1) for x in (query, key))
-        query_rot, key_rot = self.rotated(query_rot, key_rot, *position_embeddings)
+        query_rot, key_rot = self.rotate(query_rot, key_rot, *position_embeddings, unsqueeze_dim=2)
         query, key = torch.cat((query_rot, query_pass), 3), torch.cat((key_rot, key_pass), 3).squeeze(2)
         cache = past_key_values if cache is None else cache
         if cache is not None:
@@ -66,62 +70,26 @@ class TopKIndexer(nn.Module):
         )  # fmt: skip
         return lists.indices[:, 0]
 
-    @staticmethod
-    def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, rotated as the model does it."""
-        raise NotImplementedError
-
     def __setstate__(self, state: dict[str, Any]) -> None:  # of copies and pickles, whose configs are copies, too
         super().__setstate__(state)
         select_keys(self.config)
 
 
-def _classes() -> dict[type[nn.Module], type[TopKIndexer]]:
-    """What each indexer becomes, of the models that the installed transformers has."""
-    found: dict[type[nn.Module], type[TopKIndexer]] = {}
-    for cls in TopKIndexer.__subclasses__():
-        found[cls.__mro__[2]] = cls
-    return found
+# Modules of transformers, what they call their indexers, and what rotates.
+MODELS = (
+    ("deepseek_v32", "DeepseekV32Indexer", "apply_rotary_pos_emb"),
+    ("axk2", "AXK2Indexer", "apply_rotary_pos_emb"),
+    ("glm_moe_dsa", "GlmMoeDsaIndexer", "apply_rotary_pos_emb_interleave"),
+)
+CLASSES: dict[type[nn.Module], type[TopKIndexer]] = {}
+"""What each indexer becomes, of the models that the installed transformers has."""
 
-
-try:
-    from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
-
-    class TopKDeepseekV32Indexer(TopKIndexer, deepseek.DeepseekV32Indexer):  # type: ignore[misc]
-        """A ``DeepseekV32Indexer``."""
-
-        @staticmethod
-        def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-            both: tuple[Tensor, Tensor] = deepseek.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
-            return both
-except ImportError:  # an earlier transformers
-    pass
-
-try:
-    from transformers.models.axk2 import modeling_axk2 as axk2
-
-    class TopKAXK2Indexer(TopKIndexer, axk2.AXK2Indexer):  # type: ignore[misc]
-        """An ``AXK2Indexer``."""
-
-        @staticmethod
-        def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-            both: tuple[Tensor, Tensor] = axk2.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
-            return both
-except ImportError:  # an earlier transformers
-    pass
-
-try:
-    from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
-
-    class TopKGlmMoeDsaIndexer(TopKIndexer, glm.GlmMoeDsaIndexer):  # type: ignore[misc]
-        """A ``GlmMoeDsaIndexer``."""
-
-        @staticmethod
-        def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-            both: tuple[Tensor, Tensor] = glm.apply_rotary_pos_emb_interleave(query, key, cos, sin, unsqueeze_dim=2)
-            return both
-except ImportError:  # an earlier transformers
-    pass
+for _name, _indexer, _rotate in MODELS:
+    with contextlib.suppress(ImportError):  # an earlier transformers
+        _module = importlib.import_module(f"transformers.models.{_name}.modeling_{_name}")
+        _own = getattr(_module, _indexer)
+        _parts = {"rotate": staticmethod(getattr(_module, _rotate)), "__module__": __name__, "__doc__": f"A ``{_indexer}``."}
+        CLASSES[_own] = globals()[f"TopK{_indexer}"] = type(f"TopK{_indexer}", (TopKIndexer, _own), _parts)
 
 
 def enable_index_top_k(model: M) -> M:
@@ -141,13 +109,12 @@ def enable_index_top_k(model: M) -> M:
         ValueError: it has no such indexer.
     """
     check_model(model)
-    classes = _classes()
-    indexers: list[Any] = [module for module in model.modules() if type(module) in classes]
+    indexers: list[Any] = [module for module in model.modules() if type(module) in CLASSES]
     if not indexers:
-        known = ", ".join(cls.__name__ for cls in classes) or "none in this release of transformers"
+        known = ", ".join(cls.__name__ for cls in CLASSES) or "none in this release of transformers"
         raise ValueError(f"model: expected indexers of type {known}, got none in {type(model).__name__}")
     model.set_attn_implementation("dmattn")
     for indexer in indexers:
-        indexer.__class__ = classes[type(indexer)]
+        indexer.__class__ = CLASSES[type(indexer)]
         select_keys(indexer.config)
     return model
