@@ -16,9 +16,9 @@ DOCS = ROOT / "docs"
 LAB = sorted((ROOT / "research/lab").glob("*.md"))  # as long as it likes, and of code that has changed since
 DRAWN = ("figures", "generated")  # folders of docs/ that make docs fills
 PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if page.parent.name not in DRAWN)]
-COUNTED = [page for page in PAGES if page.name not in ("api.md", "errors.md")]  # those two are generated, mostly
+COUNTED = [page for page in PAGES if page.name not in ("README.md", "api.md", "errors.md")]  # the last two are generated
 MOST_WORDS_OF_A_PAGE = 900
-MOST_WORDS_OF_ALL = 13_300  # without code and tables of results
+MOST_WORDS_OF_ALL = 12_000  # without code and tables of results
 
 
 def name_of(page: Path) -> str:
