@@ -124,12 +124,6 @@ class BoundedCache(nn.Module):
         softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
         select_only: bool = False, return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def attend(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
-        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
-        select_only: bool = False, return_lse: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def attend(
         self: Any,
         query: Tensor,
