@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from dmattn.nn import WindowSchedule
 from dmattn_bench.style import BASELINES, BLUE, GREEN, INK, LINE, ORANGE, OURS, OURS_TOO, PALE, WHITE, short
 
 TRAFFIC = Path(__file__).parent.parent / "benchmarks/results/amd-epyc-2-threads/context_parallel_bytes.json"
@@ -357,6 +358,70 @@ def traffic() -> Drawing:
     return d
 
 
+def teaching() -> Drawing:
+    d = Drawing(860, 420, "What heads of the recommended layer see, and the queries that teach")
+    values = random.Random(5)
+    count, cell, local, y = 16, 18, 3, 84
+    selected = [(key, max(key, end - 1) + local) for key, end in lifetimes([values.random() for _ in range(count)], 4)]
+    heads = [("half of the heads: the last keys", [(key, key + local) for key in range(count)])]
+    heads.append(("the others: these and the best before", selected))
+    for i, (title, spans) in enumerate(heads):
+        x = 90 + i * 400
+        d.text(x, 32, title, 15, bold=True)
+        picture(d, x, y, cell, [(start, min(end, count)) for start, end in spans], BLUE)
+        for query in (6, 13):
+            d.rect(x, y + query * cell, (query + 1) * cell, cell, "none", ORANGE, 3)
+            d.text(x - 8, y + query * cell + 14, f"query {query}", 11, "end", ORANGE)
+        for key in (0, 4, 8, 12):
+            d.text(x + key * cell + 9, y - 8, f"key {key}", 11, "middle")
+    d.text(
+        90,
+        y + count * cell + 34,
+        "Orange: a query that teaches attends to all keys before it, and scores learn how much each of them got.",
+        13,
+    )
+    return d
+
+
+def schedule() -> Drawing:
+    d = Drawing(860, 250, "The window while a converted model is fine-tuned")
+    steps, length, window, x, y, width, height = 300, 8192, 1024, 110, 50, 560, 140
+    falls = WindowSchedule(window, length=length, dense_steps=100, fall_steps=100, multiple=128)
+
+    def at(step: int, keys: int) -> tuple[float, float]:
+        return x + step / steps * width, y + height * (1 - keys / length)
+
+    d.text(x, 28, "Scores learn under the full window before it falls", 15, bold=True)
+    for keys in (0, 2048, 4096, 8192):
+        d.line(x, at(0, keys)[1], x + width, at(0, keys)[1], PALE)
+        d.text(x - 10, at(0, keys)[1] + 4, short(keys) if keys else "0", 12, "end")
+    for step in range(0, steps + 1, 100):
+        d.text(at(step, 0)[0], y + height + 20, str(step), 12, "middle")
+    d.text(x + width / 2, y + height + 42, "steps", 13, "middle")
+    d.curve([at(step, falls(step)) for step in range(steps + 1)], OURS)
+    d.text(x + width + 12, at(0, window)[1] + 4, "window, in keys", 13, fill=OURS)
+    return d
+
+
+def gradients() -> Drawing:
+    d = Drawing(860, 250, "What forward stores and what backward computes")
+    names = ["s = scale q k", "P = exp(logit - lse)", "out = P v"]
+    derived = ["dq, dk from ds", "dlogit = P (dP - delta)", "dv, dP from dout"]
+    for i, (name, back) in enumerate(zip(names, derived, strict=True)):
+        x = 40 + i * 270
+        d.rect(x, 60, 220, 44, PALE, BLUE if i < 2 else GREEN, 6)
+        d.text(x + 110, 87, name, 14, "middle")
+        d.rect(x, 150, 220, 44, WHITE, ORANGE, 6)
+        d.text(x + 110, 177, back, 14, "middle")
+        if i + 1 < len(names):
+            d.line(x + 220, 82, x + 268, 82, arrow=True)
+            d.line(x + 270, 172, x + 222, 172, arrow=True)
+        d.line(x + 110, 104, x + 110, 148, dashed=True, arrow=True)
+    d.text(40, 34, "Forward", 15, bold=True)
+    d.text(40, 226, "Backward, from right to left. Green: stored, with lse. Blue: computed again, tile by tile.", 13)
+    return d
+
+
 FIGURES = {
     "lifetime": lifetime,
     "composition": composition,
@@ -365,6 +430,9 @@ FIGURES = {
     "ranks": ranks,
     "slots": slots,
     "traffic": traffic,
+    "teaching": teaching,
+    "schedule": schedule,
+    "gradients": gradients,
 }
 
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dmattn import IntervalMask
-from dmattn.distributed import context_parallel_attention
-from dmattn.nn import DynamicMaskAttention, ScoreRecipe, score_loss
+from dmattn.nn import DynamicMaskAttention, ScoreRecipe
 from text import read_text, sample, split
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -31,28 +30,10 @@ class Block(nn.Module):
         self.attention = DynamicMaskAttention.recommended(WIDTH, HEADS, VISIBLE, recipe=ScoreRecipe(queries=64))
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
-    def forward(self, x: Tensor, positions: Tensor, documents: IntervalMask) -> tuple[Tensor, Tensor]:
-        if WORLD == 1:
-            out, loss = self.attention(self.norms[0](x), documents, position_ids=positions, with_score_loss=True)
-        else:
-            out, loss = self.shared(self.norms[0](x), positions, documents)
-        return x + out + self.mlp(self.norms[1](x + out)), loss
-
-    def shared(self, x: Tensor, positions: Tensor, documents: IntervalMask) -> tuple[Tensor, Tensor]:
-        """The same for one chunk of the pack: all ranks know all scores, and the loss of the scores looks at this chunk alone."""
-        layer, places = self.attention, torch.arange(RANK * x.shape[1], (RANK + 1) * x.shape[1], device=x.device)
-        query, key, value = layer.projected(x, positions)
-        recency = layer.log_slope.exp()[:, None] * places
-        ranks = layer.scores(x.detach()) + recency
-        loss = score_loss(
-            query, key, ranks, key_bias=recency[None], base=IntervalMask.documents(x.shape[1], ids=(positions[0] == 0).cumsum(0)),
-            local=layer.local, queries=64, last=0.5, sharp=True, first_head=layer.local_heads,
-        )  # fmt: skip
-        every = [torch.empty_like(ranks) for _ in range(WORLD)]
-        dist.all_gather(every, ranks.detach())
-        mask = layer.mask(torch.cat(every, 2), documents)
-        out = context_parallel_attention(query, key, value, mask, key_bias=recency[None])
-        return layer.o_proj(out.transpose(1, 2).flatten(2)), loss.mean()
+    def forward(self, x: Tensor, documents: IntervalMask) -> tuple[Tensor, Tensor]:
+        group = dist.group.WORLD if WORLD > 1 else None  # each rank has a chunk of the pack
+        out, score_loss = self.attention(self.norms[0](x), documents, with_score_loss=True, group=group)
+        return x + out + self.mlp(self.norms[1](x + out)), score_loss
 
 
 class Model(nn.Module):
@@ -61,20 +42,27 @@ class Model(nn.Module):
         self.embedding, self.blocks = nn.Embedding(256, WIDTH), nn.ModuleList(Block() for _ in range(LAYERS))
         self.head = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 256))
 
-    def forward(self, tokens: Tensor, positions: Tensor, documents: IntervalMask) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, documents: IntervalMask) -> tuple[Tensor, Tensor]:
         x, losses = self.embedding(tokens), []
         for block in self.blocks:
-            x, loss = block(x, positions, documents)
+            x, loss = block(x, documents)
             losses.append(loss)
         return self.head(x), torch.stack(losses).mean()
 
 
-def main(given: list[str] | None = None) -> tuple[float, float]:
+def pack(data: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, IntervalMask]:
+    """A text cut into documents, the same on every rank: tokens and labels [1, LENGTH / WORLD] of this rank, and the whole pack's mask."""
+    text = sample(data, 1, LENGTH + 1, generator)
+    cuts = (torch.randperm(LENGTH - 1, generator=generator)[: DOCUMENTS - 1] + 1).sort()[0]
+    labels = text[:, 1:].clone()
+    labels[:, cuts - 1] = -100  # no document predicts the first byte of the next one
+    ends = F.pad(F.pad(cuts, (1, 0)), (0, 1), value=LENGTH)
+    tokens, labels = (each.chunk(WORLD, 1)[RANK].to(DEVICE) for each in (text[:, :-1], labels))
+    return tokens, labels, IntervalMask.documents(LENGTH, ends.int().to(DEVICE))
+
+
+def main(steps: int = 60) -> tuple[float, float]:
     """Returns the first and the last loss."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--quick", dest="steps", action="store_const", const=2, help="--steps 2: does it run")
-    steps = parser.parse_args(given).steps
     torch.manual_seed(0)
     model = Model().to(DEVICE)
     if WORLD > 1:
@@ -86,26 +74,13 @@ def main(given: list[str] | None = None) -> tuple[float, float]:
     optimizer = torch.optim.AdamW(
         [{"params": others, "lr": 2e-3, "weight_decay": 0.1}, {"params": slopes, "lr": 6e-3, "weight_decay": 0.0}]
     )
-    data, _ = split(read_text(None, 0)[1])
-    generator, own, losses = torch.Generator().manual_seed(0), LENGTH // WORLD, []
+    data, generator, losses = split(read_text(None, 0)[1])[0], torch.Generator().manual_seed(0), []
     for step in range(steps):
-        text = sample(data, 1, LENGTH + 1, generator).to(DEVICE)  # the same on every rank
-        ends = torch.cat(
-            [
-                torch.tensor([0]),
-                (torch.randperm(LENGTH - 1, generator=generator)[: DOCUMENTS - 1] + 1).sort()[0],
-                torch.tensor([LENGTH]),
-            ]
-        )
-        documents = IntervalMask.documents(LENGTH, ends.int().to(DEVICE))
-        positions = torch.cat([torch.arange(n) for n in ends.diff().tolist()])[None].to(DEVICE)
-        # No document predicts the first byte of the next one.
-        labels = text[:, 1:].masked_fill(F.pad(positions[:, 1:] == 0, (0, 1)), -100)
-        tokens, positions, labels = (each[:, RANK * own : (RANK + 1) * own] for each in (text[:, :-1], positions, labels))
+        tokens, labels, documents = pack(data, generator)
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
-            logits, teaching = model(tokens, positions, documents)
+            logits, score_loss = model(tokens, documents)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        (loss + teaching).backward()
+        (loss + score_loss).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -118,4 +93,7 @@ def main(given: list[str] | None = None) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--quick", dest="steps", action="store_const", const=2, help="--steps 2: does it run")
+    main(parser.parse_args().steps)

@@ -766,3 +766,14 @@ def test_a_rotation_that_is_shared_is_the_layers_own():
         assert torch.isfinite(layer(hidden, rotation=layer.rotation(causal))).all()
     with pytest.raises(ValueError, match="rotation: expected its default with a cache"), torch.no_grad():
         layer(hidden, cache=layer.new_cache(2), rotation=layer.rotation(causal))
+
+
+def test_a_chunk_of_a_sequence_is_refused_what_ranks_decide():
+    layer, hidden, group = layer_with(32, 2, 8), torch.randn(2, 20, 32), object()
+    for name, given in {"position_ids": torch.arange(20), "rotation": layer.rotation(torch.arange(20)[None])}.items():
+        with pytest.raises(ValueError, match=f"{name}: expected its default with group, whose positions follow from the ranks"):
+            layer(hidden, group=group, **{name: given})
+    with pytest.raises(ValueError, match="group: expected a causal layer, got one with is_causal=False"):
+        layer_with(32, 2, 8, is_causal=False)(hidden, group=group)
+    with pytest.raises(ValueError, match="group: expected its default with a cache"), torch.no_grad():
+        layer(hidden, cache=layer.new_cache(2), group=group)

@@ -437,6 +437,14 @@ class IntervalMask(MaskData):
         start, end = (bounds.moved(bound, by) for bound in (self.start, self.end))
         return self._build(start=start, end=end, any_length=self.any_length, segments=None, most_keys=self.most_keys)
 
+    def _chunk(self, first: int, length: int) -> IntervalMask:
+        """The mask of the queries and keys from position ``first`` on, so many, to each other."""
+        keys = slice(first, first + length)
+        start, end = (
+            bounds.moved(bound[..., keys] if bound.shape[-1] > 1 else bound, -first) for bound in (self.start, self.end)
+        )
+        return self._build(start=start, end=end, any_length=self.any_length, segments=self.segments, most_keys=self.most_keys)
+
     def alive(self, position: int | Tensor) -> Tensor:
         """Which keys the query at a position sees: bool [B|1, H|Hkv|1, Sk]. What a cache has to hold for it, for example.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,13 @@ from dmattn.nn.recipe import ScoreRecipe, recommended_sizes
 from dmattn.nn.scores import explored, initial_slopes, of_selecting_heads, slopes_of, with_recency
 from dmattn.nn.shards import own_part
 from dmattn.renamed import HidesOldNames, renamed, renamed_attribute, with_new_names
+
+if torch.distributed.is_available():
+    from dmattn.distributed.attention import context_parallel_attention
+    from dmattn.distributed.gather import gather_sequence
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # What is in the recipe now.
 OLD_NAMES = {name: f"recipe.{name}" for name in ("score", "select_only", "recency", "local_heads", "rotated_heads", "explore")}
@@ -232,12 +239,14 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | MixedCache | None = None, *,
         window: int | None = None, with_score_loss: Literal[False] = False, lengths: Tensor | None = None,
         padding_side: PaddingSide = "right", position_ids: Tensor | None = None, rotation: tuple[Tensor, Tensor] | None = None,
+        group: ProcessGroup | None = None,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | MixedCache | None = None, *,
         window: int | None = None, with_score_loss: Literal[True], lengths: Tensor | None = None,
         padding_side: PaddingSide = "right", position_ids: Tensor | None = None, rotation: tuple[Tensor, Tensor] | None = None,
+        group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
@@ -251,6 +260,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         padding_side: PaddingSide = "right",
         position_ids: Tensor | None = None,
         rotation: tuple[Tensor, Tensor] | None = None,
+        group: ProcessGroup | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of hidden states to each other or, with a cache, to all that came before, too; and the loss that teaches the scores if
         asked for.
@@ -268,6 +278,10 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
                 Without ``base`` a document begins wherever they do not grow: packed documents whose positions restart are kept apart.
                 Not with a cache, which counts by itself.
             rotation: what :meth:`rotation` gave for these positions, to compute it once for all layers. Not with a cache.
+            group: ranks that hold one sequence in chunks of S tokens each, in rank order (context parallelism). base, if given, is that of
+                the whole sequence, and positions follow from the ranks. Scores of all chunks are gathered; of keys and values a rank gets
+                those that its queries see. Queries that teach the scores look at the keys of their own chunk, for the loss alone
+                (``explore`` has no effect). Only with is_causal, and not with a cache.
 
         Returns:
             [B, S, E], or (that, the loss).
@@ -281,7 +295,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
             raise ValueError("with_score_loss: expected False with is_causal=False, got True")
         if cache is not None:
             given = {"base": base is not None, "window": window is not None, "with_score_loss": with_score_loss}
-            given |= {"position_ids": position_ids is not None, "rotation": rotation is not None}
+            given |= {"position_ids": position_ids is not None, "rotation": rotation is not None, "group": group is not None}
             for name in (name for name, is_given in given.items() if is_given):
                 raise ValueError(f"{name}: expected its default with a cache, whose sequences, positions and window are its own")
             generated: Tensor = self.o_proj(
@@ -289,6 +303,11 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
             )
             return generated
         self._check_without_cache(lengths, padding_side)
+        if group is not None:
+            for name, is_given in {"position_ids": position_ids is not None, "rotation": rotation is not None}.items():
+                if is_given:
+                    raise ValueError(f"{name}: expected its default with group, whose positions follow from the ranks")
+            return self._of_chunk(hidden_states, base, self.window if window is None else window, with_score_loss, group)
         if position_ids is not None:
             position_ids = checked_positions(position_ids, hidden_states)
             base = documents_of(position_ids, self.is_causal) if base is None else base
@@ -304,13 +323,44 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         if not with_score_loss:
             result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
             return result
-        recipe = self.recipe
-        out, loss = explored(
-            query, key, value, out, ranks, recipe.explore and self.training, mean=True, key_bias=bias, base=base, local=self.local,
-            sink_keys=self.sink_keys, queries=recipe.queries, last=recipe.last, sharp=recipe.sharp, first_head=self.local_heads,
-            softcap=self.softcap,
-        )  # fmt: skip
+        out, loss = self._taught(query, key, value, out, ranks, bias, base, self.recipe.explore and self.training)
         return self.o_proj(out.transpose(1, 2).flatten(2)), loss
+
+    def _taught(
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, ranks: Tensor, bias: Tensor | None, base: IntervalMask | None,
+        explore: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """out [B, H, S, D] and the loss of the scores, with what the recipe says of both."""
+        recipe = self.recipe
+        return explored(
+            query, key, value, out, ranks, explore, mean=True, key_bias=bias, base=base, local=self.local, sink_keys=self.sink_keys,
+            queries=recipe.queries, last=recipe.last, sharp=recipe.sharp, first_head=self.local_heads, softcap=self.softcap,
+        )  # fmt: skip
+
+    def _of_chunk(
+        self, hidden_states: Tensor, base: IntervalMask | None, window: int, with_score_loss: bool, group: ProcessGroup
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """:meth:`forward` of this rank's chunk of a sequence."""
+        if not self.is_causal:
+            raise ValueError("group: expected a causal layer, got one with is_causal=False")
+        length = hidden_states.shape[1]
+        first = group.rank() * length
+        positions = torch.arange(first, first + length, device=hidden_states.device)[None]
+        query, key, value = self.projected(hidden_states, positions)
+        ranks, bias = self.ranked(hidden_states, value)
+        if self.log_slope is not None:
+            before = slopes_of(own_part(self.log_slope, value))[:, None] * first  # the recency of the chunk's first position
+            ranks, bias = ranks + before, None if bias is None else bias + before
+        mask = self.mask(gather_sequence(ranks.detach(), 2, group), base, window=window)
+        out = context_parallel_attention(
+            query, key, value, mask, window=window, local=self.local, sink_keys=self.sink_keys, group=group, key_bias=bias,
+            softcap=self.softcap, dropout_p=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        if not with_score_loss:
+            return result
+        own = None if base is None else base._chunk(first, length)
+        return result, self._taught(query, key, value, out, ranks, bias, own, False)[1]
 
     def _check_cached(self) -> None:
         if not self.is_causal:

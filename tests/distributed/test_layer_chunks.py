@@ -1,0 +1,103 @@
+"""Layers with a sequence in chunks on two ranks: what one process gives, the lists included."""
+
+from __future__ import annotations
+
+import dmattn
+import pytest
+import rank_layers
+import torch
+from dmattn import IntervalMask
+from dmattn.nn import score_loss
+from dmattn.nn.scores import drawn_rows
+from dmattn.testing import strategies
+from rank_pool import Ranks
+
+pytestmark = pytest.mark.slow
+tensor = strategies.random_tensor
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "documents", "compiled"),
+    [
+        ({}, False, False),
+        ({"groups": 1, "block_size": 4}, True, False),
+        ({"block_size": 4, "block_score": "mean_key", "local_heads": 0}, False, False),
+        ({}, True, True),
+    ],
+    ids=str,
+)
+def test_two_ranks_compute_the_layer(two_ranks, recipe, documents, compiled):
+    """So many queries are drawn that all of them teach, wherever they lie."""
+    layer, hidden = rank_layers.layer_of(recipe), tensor((2, 44, 32), 0, torch.float64)
+    base = IntervalMask.documents(44, torch.tensor([0, 9, 44], dtype=torch.int32)) if documents else None
+    results = two_ranks.run("rank_layers:run", [(recipe, layer.state_dict(), hidden, base, compiled)] * 2)
+    hidden.requires_grad_()
+    out, lists = layer(hidden, base, return_index_mask=True)
+    query, key, value = layer.projected(hidden)
+    bias = (layer.log_slope.exp()[:, None] * torch.arange(44))[None]
+    dense = dmattn.attention(query, key, value, base, is_causal=True, key_bias=bias)
+    out = layer.o_proj(dense.transpose(1, 2).flatten(2))  # all queries explore
+    own = slice(4, None) if layer.local_heads else slice(None)
+    of_kv = slice(layer.local_heads, None)
+    losses = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        rows = drawn_rows(22, 2048, 0.0, hidden.device) + 22 * rank
+        losses.append(
+            layer.indexer.loss(hidden, query[:, own], key[:, of_kv], rows=rows, base=base, key_bias=bias[:, of_kv], sharp=True)
+        )
+    (out.square().sum() + sum(losses)).backward()
+    for rank, (got, indices, loss, of_hidden, gradients) in enumerate(results):
+        chunk = slice(22 * rank, 22 * rank + 22)
+        torch.testing.assert_close(got, out[:, chunk].detach())
+        assert torch.equal(indices, lists.indices[:, :, chunk])
+        torch.testing.assert_close(of_hidden, hidden.grad[:, chunk])
+        torch.testing.assert_close(loss, losses[rank].detach())
+        for name, parameter in layer.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("recipe", [{}, {"recency": None, "local_heads": 0}, None], ids=str)
+@pytest.mark.parametrize(("documents", "compiled"), [(False, False), (True, False), (True, True)])
+def test_two_ranks_compute_the_layer_of_scores(two_ranks, recipe, documents, compiled):
+    """All queries teach; each looks at the keys of its own chunk."""
+    batch = 1 if recipe is None else 2  # aot_eager decomposes the gradient of key_scores for one sequence only
+    layer, hidden = rank_layers.scored_layer_of(recipe), tensor((batch, 44, 32), 0, torch.float64)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    base = IntervalMask.documents(44, torch.tensor([0, 9, 44], dtype=torch.int32)) if documents else None
+    results = two_ranks.run("rank_layers:run_scored", [(recipe, layer.state_dict(), hidden, base, compiled)] * 2)
+    hidden.requires_grad_()
+    out = layer(hidden, base)
+    query, key, value = layer.projected(hidden)
+    ranks, bias = layer.ranked(hidden, value)
+    losses = []
+    for rank, ends in enumerate(([0, 9, 22], [0, 22])):
+        own = slice(22 * rank, 22 * rank + 22)
+        torch.manual_seed(rank)
+        loss = score_loss(
+            query[:, :, own], key[:, :, own], ranks[:, :, own], key_bias=None if bias is None else bias[:, :, own],
+            base=IntervalMask.documents(22, torch.tensor(ends, dtype=torch.int32)) if documents else None, local=3, sink_keys=1,
+            queries=layer.recipe.queries if recipe is not None else 64, sharp=layer.recipe.sharp, first_head=layer.local_heads,
+        )  # fmt: skip
+        losses.append(loss.mean())
+    (out.square().sum() + sum(losses)).backward()
+    for rank, (got, loss, of_hidden, gradients) in enumerate(results):
+        own = slice(22 * rank, 22 * rank + 22)
+        torch.testing.assert_close(got, out[:, own].detach())
+        torch.testing.assert_close(loss, losses[rank].detach())
+        torch.testing.assert_close(of_hidden, hidden.grad[:, own])
+        for name, parameter in layer.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_distributed_heads_are_refused(two_ranks):
+    for said in two_ranks.run("rank_layers:with_distributed_heads", [(tensor((1, 8, 32), 0, torch.float64),)] * 2):
+        assert said.startswith("IndexedAttention: expected all heads on every rank")
