@@ -85,8 +85,7 @@ class BoundedCache(nn.Module):
         super().__init__()
         value_dim = head_dim if value_dim is None else value_dim
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        for name, size in (("batch_size", batch_size), ("num_kv_heads", num_kv_heads)):
-            checks.positive_int(name, size)
+        checks.each(checks.positive_int, batch_size=batch_size, num_kv_heads=num_kv_heads)
         checks.selection(window, local, sink_keys, True)
         checks.natural_int("rewind", rewind)
         for name, size in (("head_dim", head_dim), ("value_dim", value_dim)):
@@ -125,12 +124,6 @@ class BoundedCache(nn.Module):
         softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
         select_only: bool = False, return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def attend(
-        self: Any, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
-        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
-        select_only: bool = False, return_lse: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def attend(
         self: Any,
         query: Tensor,

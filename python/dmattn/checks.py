@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -145,6 +145,12 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {type_of(value)}")
     return value
+
+
+def each(check: Callable[[str, Any], object], **given: object) -> None:
+    """One check for several arguments, by their names."""
+    for name, value in given.items():
+        check(name, value)
 
 
 def flags(is_causal: object, deterministic: object, return_lse: object) -> None:

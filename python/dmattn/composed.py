@@ -421,14 +421,10 @@ def _tile(
     kept = None
     if problem.dropout_p > 0 and seed is not None and largest is not None:
         kept = dropout_factors(seed, problem.dropout_p, query.shape[-4], query.shape[-3], place).to(query.dtype)
-    return Tile(_visible(problem, place, constants, query, key), kept, largest)
-
-
-def _visible(problem: Problem, place: Place, constants: Sequence[Tensor | None], query: Tensor, key: Tensor) -> Tensor | None:
-    """Who sees whom in a tile: bool [.., B|1, H|1, queries, keys], None for all."""
     masks, shift = Masks(*constants[: CONSTANTS - 1]), key.shape[-2] - query.shape[-2]
     rows = torch.arange(*place[0], device=query.device)
-    return pairs_seen(masks, problem.is_causal, problem.lists, rows, place[1], shift, query.shape[-3])
+    visible = pairs_seen(masks, problem.is_causal, problem.lists, rows, place[1], shift, query.shape[-3])
+    return Tile(visible, kept, largest)
 
 
 class Masks(NamedTuple):

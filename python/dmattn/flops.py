@@ -41,8 +41,7 @@ def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = Fals
     Raises:
         TypeError, ValueError: a mask of another type or for other lengths.
     """
-    for name, size in (("Sq", Sq), ("Sk", Sk), ("batch", batch), ("heads", heads)):
-        checks.length(name, size)
+    checks.each(checks.length, Sq=Sq, Sk=Sk, batch=batch, heads=heads)
     checks.flag("is_causal", is_causal)
     checks.instance(
         "mask",

@@ -48,8 +48,7 @@ def scaled_dot_product_attention(
     Raises:
         ValueError, TypeError: as :func:`attention`; or both attn_mask and is_causal are given.
     """
-    checks.flag("is_causal", is_causal)
-    checks.flag("enable_gqa", enable_gqa)
+    checks.flag("is_causal", is_causal), checks.flag("enable_gqa", enable_gqa)
     if type(dropout_p) is not float:
         dropout_p = checks.number("dropout_p", dropout_p, low=0.0, high=1.0)
     for name, given in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):

@@ -34,7 +34,6 @@ from dmattn.autograd import below_autograd
 from dmattn.call import NO_MASK, MaskTensors, Options, attend, mask_tensors, options_of
 from dmattn.compat import flash_attn, layouts
 from dmattn.decode import MAX_QUERIES, PAGE_UNIT, decode_attention
-from dmattn.masks import IntervalMask
 from dmattn.sizes import Sizes, sizes_of
 from dmattn.varlen import Packed, Rules, packed_call
 
@@ -187,7 +186,7 @@ def _dense_call(query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Ca
         if extras.left is None and extras.right in (None, 0):
             options = options._replace(is_causal=extras.right == 0)
         else:
-            window = _window(extras, key.shape[2], key.device)
+            window = layouts.window_mask(extras.left, extras.right, key.shape[2], key.device)
             masks = mask_tensors(window, sizes)
             options = options._replace(is_in_order=window.is_in_order, most_keys=window.most_keys)
         query, key, value = _dense_rows(query, key, value)
@@ -201,7 +200,7 @@ def _packed_call(query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends
             raise ValueError(f"query, key, value: expected [T, heads, D] with cum_seq_q, got {checks.shape_of(query)}")
         window = None
         if extras.left is not None or extras.right not in (None, 0):
-            window = _window(extras, key.shape[0], key.device)
+            window = layouts.window_mask(extras.left, extras.right, key.shape[0], key.device)
         same = ends_k is ends_q and key.shape[0] == query.shape[0]
         query, key, value = _dense_rows(query, key, value)
         packed = Packed(query, key, value, ends_q, None if same else ends_k, None, None)
@@ -210,11 +209,6 @@ def _packed_call(query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends
         )
         query, key, value, sizes, masks, _, options = packed_call(packed, rules)
         return Call(query, key, value, sizes, masks, options)
-
-
-def _window(extras: Extras, keys: int, device: torch.device) -> IntervalMask:
-    left, right = (checks.MAX_LENGTH if side is None else side for side in (extras.left, extras.right))
-    return IntervalMask.sliding_window(keys, left, right, device=device)
 
 
 def _dense_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,13 +226,6 @@ def _check_forward(query: Tensor, dropout_p: float, return_debug_mask: bool, lef
     for name, given in left_out.items():
         if given is not None:
             raise NotTakenError(f"{name} is left to torch")
-
-
-def _rng_state(query: Tensor, dropout_p: float) -> Tensor:
-    """uint64 [2] as torch has it; the seed is the first."""
-    if dropout_p > 0:
-        return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=query.device).view(torch.uint64)
-    return torch.zeros((2,), dtype=torch.uint64, device=query.device)
 
 
 # aten's ops --------------------------------------------------------------------------------------------------------------------------
@@ -294,7 +281,8 @@ def forward(
 ) -> tuple[Any, ...]:
     """``aten::_flash_attention_forward`` of [B, S, heads, D], or with cum_seq_q of [T, heads, D] and, with block_table, pages of keys."""
     _check_forward(query, dropout_p, return_debug_mask, left_out)
-    rng = _rng_state(query, dropout_p)
+    rng = torch.zeros((2,), dtype=torch.int64, device=query.device)  # as torch has it; the seed is the first
+    rng = (rng.random_(2**63 - 1) if dropout_p > 0 else rng).view(torch.uint64)
     extras = _extras(is_causal, scale, window_size_left, window_size_right, dropout_p, rng)
     if seqused_k is not None or block_table is not None:
         out, lse = _of_cache(query, key, value, cum_seq_q, cum_seq_k, max_q, seqused_k, block_table, extras)

@@ -68,10 +68,9 @@ def block_sparse_attn_func(
         TypeError, ValueError: names the argument, what was expected and what it got.
     """
     q, k, v = layouts.checked(NAMES, q, k, v, layouts.PACKED)
-    flags = {"deterministic": deterministic, "is_causal": is_causal, "exact_streaming": exact_streaming}
-    for name, flag in (flags | {"return_attn_probs": return_attn_probs}).items():
-        checks.flag(name, flag)
-    layouts.check_lengths(max_seqlen_q_=max_seqlen_q_, max_seqlen_k_=max_seqlen_k_)
+    checks.each(checks.flag, deterministic=deterministic, is_causal=is_causal, exact_streaming=exact_streaming)
+    checks.flag("return_attn_probs", return_attn_probs)
+    checks.each(checks.natural_int, max_seqlen_q_=max_seqlen_q_, max_seqlen_k_=max_seqlen_k_)
     ends_q, ends_k = layouts.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q, k.shape[0])
     layouts.check_longest("max_seqlen_q_", ends_q, max_seqlen_q_)
     layouts.check_longest("max_seqlen_k_", ends_k, max_seqlen_k_)

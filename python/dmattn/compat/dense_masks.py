@@ -130,9 +130,7 @@ def create_mask(
     Raises:
         TypeError, ValueError: names the argument, what was expected and what it got.
     """
-    sizes = {"batch_size": batch_size, "query_len": query_len, "key_len": key_len}
-    for name, size in sizes.items():
-        checks.natural_int(name, size)
+    checks.each(checks.natural_int, batch_size=batch_size, query_len=query_len, key_len=key_len)
     shape = checks.tensor("attention_bias", attention_bias).shape
     fits = len(shape) == 4 and shape[0] in (1, batch_size) and shape[2] in (1, query_len) and shape[3] == key_len
     if not fits:

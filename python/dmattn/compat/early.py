@@ -107,8 +107,7 @@ def flash_dma_attention(
     Raises:
         TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`.
     """
-    checks.flag("causal", causal)
-    checks.flag("return_attn_probs", return_attn_probs)
+    checks.each(checks.flag, causal=causal, return_attn_probs=return_attn_probs)
     checks.positive_int("keep_window_size", keep_window_size)
     if softmax_scale is not None:
         checks.scale(softmax_scale, "softmax_scale")

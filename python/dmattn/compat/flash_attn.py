@@ -127,9 +127,8 @@ def flash_attn_varlen_func(
     """
     q, k, v = layouts.checked(NAMES, q, k, v, layouts.PACKED if block_table is None else layouts.PAGED)
     dropout_p = layouts.of_dropout("dropout_p", dropout_p)
-    checks.flag("causal", causal), checks.flag("deterministic", deterministic)
-    checks.flag("return_attn_probs", return_attn_probs)
-    layouts.check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    checks.each(checks.flag, causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
+    checks.each(checks.natural_int, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     ends_q, ends_k = layouts.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q, None if block_table is not None else k.shape[0])
     batch, heads = ends_q.shape[0] - 1, q.shape[1]
     scale, cap = layouts.of_scale(softmax_scale, q.shape[-1]), layouts.of_softcap(softcap)
@@ -138,7 +137,7 @@ def flash_attn_varlen_func(
     value_size = v.shape[-1]
     if slopes is None and block_table is None:
         query, key, value = padded(q), padded(k), padded(v)
-        window = None if left is None and right in (None, 0) else layouts.packed_window(left, right, k)
+        window = None if left is None and right in (None, 0) else layouts.window_mask(left, right, k.shape[0], k.device)
         out, packed_lse = varlen_attention(
             query, key, value, ends_q, ends_k, is_causal=right == 0, mask=window, scale=scale, softcap=cap, dropout_p=dropout_p,
             deterministic=deterministic, return_lse=True,

@@ -71,9 +71,7 @@ def flash_attn_with_kvcache(
     """
     block_table = layouts.one_of("block_table", block_table, "page_table", page_table)
     paged = block_table is not None
-    flags = {"causal": causal, "return_softmax_lse": return_softmax_lse, "rotary_interleaved": rotary_interleaved}
-    for name, flag in flags.items():
-        checks.flag(name, flag)
+    checks.each(checks.flag, causal=causal, return_softmax_lse=return_softmax_lse, rotary_interleaved=rotary_interleaved)
     checks.natural_int("num_splits", num_splits)
     kind = PAGES if paged else CACHE
     form = ("[B, T, H, D]", kind.format("D"), kind.format("Dv"))

@@ -190,7 +190,7 @@ def flash_dmattn_varlen_func(
         )  # fmt: skip
     if block_table is not None:
         raise ValueError("block_table: expected None with attn_mask or attn_bias, got a table")
-    layouts.check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    checks.each(checks.natural_int, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     ends_q, ends_k = layouts.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, query, key.shape[0])
     bias = packed_bias(attn_mask, attn_bias, query, key, ends_q, ends_k, max_seqlen_k)
     out, lse = varlen_attention(

@@ -65,8 +65,13 @@ def flashmask_attention(
         TypeError, ValueError: names the argument, what was expected and what it got.
     """
     query, key, value = layouts.checked(NAMES, query, key, value, layouts.HEADS_LAST)
-    checks.flag("causal", causal), checks.flag("training", training)
-    checks.flag("return_softmax_lse", return_softmax_lse), checks.flag("return_seed_offset", return_seed_offset)
+    checks.each(
+        checks.flag,
+        causal=causal,
+        training=training,
+        return_softmax_lse=return_softmax_lse,
+        return_seed_offset=return_seed_offset,
+    )
     if not isinstance(rng_name, str) or rng_name:
         raise ValueError(f'rng_name: expected "", torch has no generators by name, got {rng_name!r:.80}')
     batch, queries, heads, size = query.shape

@@ -85,10 +85,10 @@ def packed(
     return Sequences(number, lengths_k, lengths_q, first_row, keys - queries, from_last), of_key, of_query
 
 
-def packed_window(left: int | None, right: int | None, key: Tensor) -> IntervalMask:
-    """The window as :func:`dmattn.varlen_attention` takes it: at the positions of packed keys [Tk, ...]."""
+def window_mask(left: int | None, right: int | None, keys: int, device: torch.device) -> IntervalMask:
+    """A sliding window over so many keys; None is without end."""
     sides = (checks.MAX_LENGTH if side is None else side for side in (left, right))
-    return IntervalMask.sliding_window(key.shape[0], *sides, device=key.device)
+    return IntervalMask.sliding_window(keys, *sides, device=device)
 
 
 def document_of(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -170,12 +170,6 @@ def of_dropout(name: str, value: object) -> float:
 def of_flag(name: str, value: object) -> bool:
     """None is False."""
     return False if value is None else checks.flag(name, value)
-
-
-def check_lengths(**lengths: object) -> None:
-    """The longest sequences, which the kernels here have no use for."""
-    for name, length in lengths.items():
-        checks.natural_int(name, length)
 
 
 def checked(

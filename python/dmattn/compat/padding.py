@@ -53,8 +53,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     """
     checks.tensor("hidden_states", hidden_states)
     checks.tensor("indices", indices, (torch.int32, torch.int64))
-    checks.natural_int("batch", batch)
-    checks.natural_int("seqlen", seqlen)
+    checks.each(checks.natural_int, batch=batch, seqlen=seqlen)
     if indices.dim() != 1 or hidden_states.shape[:1] != indices.shape:
         expected = f"[T] with T = {hidden_states.shape[0] if hidden_states.dim() else 0} like hidden_states"
         raise ValueError(f"indices: expected {expected}, got shape {checks.shape_of(indices)}")

@@ -206,8 +206,7 @@ def _checked(
     if base is not None:
         check_base(base)
     kind = SCORES if scores is not None else CAUSAL if mask is None else MASK
-    checks.natural_int("local", local)
-    checks.natural_int("sink_keys", sink_keys)
+    checks.each(checks.natural_int, local=local, sink_keys=sink_keys)
     bound = None
     if scores is not None:
         check_scores(scores, query, key, "[B, Hkv, n]")

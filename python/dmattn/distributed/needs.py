@@ -98,16 +98,12 @@ def local_mask(start: Tensor | None, end: Tensor, slots: Tensor, chunks: Chunks)
         return _moved(torch.cat((carried, bound[..., first:last]), dim=2), by)
 
     local_end = joined(end, ALWAYS)
-    return IntervalMask(_always(local_end) if start is None else joined(start, ALWAYS), local_end)
+    return IntervalMask(local_end.new_full((1, 1, 1), ALWAYS) if start is None else joined(start, ALWAYS), local_end)
 
 
 def _moved(bound: Tensor, by: int) -> Tensor:
     """Starts or ends so many positions later. What lies far behind or before all positions may move, too, as long as nothing wraps."""
     return bound.clamp(-FAR, FAR) + by
-
-
-def _always(like: Tensor) -> Tensor:
-    return torch.full((1, 1, 1), ALWAYS, dtype=torch.int32, device=like.device)
 
 
 # Bounds --------------------------------------------------------------------------------------------------------------------------------

@@ -46,8 +46,7 @@ class PagePool:
         device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         value_dim = head_dim if value_dim is None else value_dim
-        for name, size in (("pages", pages), ("page_size", page_size), ("head_dim", head_dim), ("value_dim", value_dim)):
-            checks.positive_int(name, size)
+        checks.each(checks.positive_int, pages=pages, page_size=page_size, head_dim=head_dim, value_dim=value_dim)
         if page_size % PAGE_UNIT:
             raise ValueError(f"page_size: expected a multiple of {PAGE_UNIT}, got {page_size}")
         self.page_size = page_size

@@ -125,8 +125,7 @@ class Policy:
 def check_policy(policy: Any, num_heads: int = 1, num_kv_heads: int = 1, *, decides: bool = True) -> None:
     """Refuses what is no policy, or with ``decides`` none that decides every so many tokens, and heads that cannot be grouped."""
     checks.instance("policy", policy, Policy, "a dmattn.eviction.Policy")
-    checks.positive_int("num_heads", num_heads)
-    checks.positive_int("num_kv_heads", num_kv_heads)
+    checks.each(checks.positive_int, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if decides and policy.every < 1:
         raise ValueError(f"policy: expected one that decides every so many tokens, got every={policy.every}")
     if num_heads % num_kv_heads:
@@ -220,8 +219,7 @@ class SnapKV(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.positive_int("local", self.local)
-        checks.positive_int("pool", self.pool)
+        checks.each(checks.positive_int, local=self.local, pool=self.pool)
         if self.pool % 2 == 0:
             raise ValueError(f"pool: expected an odd number, got {self.pool}")
 

@@ -64,8 +64,7 @@ class BlockMask(MaskData):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", _pair(self.block_size))
-        checks.length("query_length", self.query_length)
-        checks.length("key_length", self.key_length)
+        checks.each(checks.length, query_length=self.query_length, key_length=self.key_length)
         tables.check_structure(self.tiles, self.rows, self.columns, self.bits, self.query_length, self.key_length)
         if all(map(checks.values_are_known, self._tensors())):
             tables.check_values(self.tiles, self.rows, self.columns, self.bits, self.query_length, self.key_length)

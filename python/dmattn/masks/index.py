@@ -63,8 +63,7 @@ class IndexMask(MaskData):
             raise ValueError(f"indices: expected [B|1, H|Hkv|1, Sq, K], got shape {checks.shape_of(given)}")
         check_block_size(self.block_size)
         checks.flag("is_causal", self.is_causal)
-        checks.length("local", self.local)
-        checks.length("sink_keys", self.sink_keys)
+        checks.each(checks.length, local=self.local, sink_keys=self.sink_keys)
         if checks.values_are_known(given) and given.numel():
             least, most = (int(entry) for entry in given.aminmax())
             if least < NONE or most * self.block_size >= checks.MAX_LENGTH:
@@ -162,12 +161,10 @@ class IndexMask(MaskData):
         check_block_size(block_size)
         checks.natural_int("k", k)
         checks.flag("is_causal", is_causal)
-        checks.length("local", local)
-        checks.length("sink_keys", sink_keys)
+        checks.each(checks.length, local=local, sink_keys=sink_keys)
         queries, places = scores.shape[2:]
         keys = places * block_size if key_length is None else key_length
-        checks.length("key_length", keys)
-        checks.length("Sq", queries)
+        checks.each(checks.length, key_length=keys, Sq=queries)
         if -(-keys // block_size) != places:
             raise ValueError(
                 f"scores: expected n={-(-keys // block_size)} for {keys} keys in blocks of {block_size}, got {checks.shape_of(scores)}"
@@ -237,8 +234,7 @@ class IndexMask(MaskData):
         Raises:
             TypeError, ValueError: lengths that are none, or another Sq than the mask's.
         """
-        checks.length("Sq", Sq)
-        checks.length("Sk", Sk)
+        checks.each(checks.length, Sq=Sq, Sk=Sk)
         if not self.fits(Sq):
             raise ValueError(f"Sq: expected the mask's own number of queries {self.query_length}, got {Sq}")
         return self._rows(torch.arange(Sq, device=self.device), Sq, Sk)

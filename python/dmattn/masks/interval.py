@@ -97,8 +97,7 @@ class IntervalMask(MaskData):
             TypeError, ValueError: Sk, left or right is not an int from 0 to 2^20.
         """
         keys = _keys(Sk, device)
-        checks.length("left", left)
-        checks.length("right", right)
+        checks.each(checks.length, left=left, right=right)
         return cls._of_length(keys - right, keys + (left + 1), most_keys=left + right + 1)
 
     @classmethod
@@ -110,8 +109,7 @@ class IntervalMask(MaskData):
             TypeError, ValueError: Sk, sink_keys or local is not an int from 0 to 2^20.
         """
         keys = _keys(Sk, device)
-        checks.length("sink_keys", sink_keys)
-        checks.length("local", local)
+        checks.each(checks.length, sink_keys=sink_keys, local=local)
         return cls._of_length(keys, torch.where(keys < sink_keys, FOREVER, keys + local), most_keys=sink_keys + local)
 
     @classmethod

@@ -142,8 +142,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         extra = k.shape[2] - keys
         if extra and isinstance(mask, BlockMask | CombinedMask):
             raise ValueError("mask: expected an IntervalMask with add_bias_kv or add_zero_attn, got one with blocks")
-        if mask is not None:
-            _check_heads(mask, batch, self.num_heads)
+        if mask is not None and not (mask.shape[0] in (1, batch) and mask.shape[1] in (1, self.num_heads)):
+            expected = f"[B|1, H|1] with B={batch}, H={self.num_heads}"  # plain torch operations would broadcast others
+            raise ValueError(f"mask: expected one for {expected}, got one for {list(mask.shape[:2])}")
 
         # Say what is visible, and what is added to the logits.
         hidden, key_bias = self._of_keys(key_padding_mask, is_batched, batch, keys, extra)
@@ -158,7 +159,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         blocks = mask.block if isinstance(mask, CombinedMask) else mask if isinstance(mask, BlockMask) else None
         dropout = self.dropout if self.training else 0.0
 
-        if need_weights or not _has_kernels(q):
+        has_kernels = q.dtype in checks.DTYPES.get(q.device.type, ()) and self.head_dim <= checks.MAX_HEAD_DIM
+        if need_weights or not has_kernels:
             visible = _seen(interval, blocks, block, alone, q, k.shape[2])
             out, weights = _with_weights(q, k, v, visible, key_bias, bias, dropout)
         else:
@@ -167,7 +169,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 blocks = packed if blocks is None else blocks & packed
             whole: Mask | None = interval if blocks is None else blocks if interval is None else interval & blocks
             weights = None
-            out = _on_kernels(q, k, v, whole, key_bias=key_bias, bias=bias, is_causal=alone, dropout_p=dropout)
+            options: dict[str, Any] = {"key_bias": key_bias, "bias": bias, "is_causal": alone, "dropout_p": dropout}
+            out = attention(padded(q), padded(k), padded(v), whole, scale=self.head_dim**-0.5, **options)[..., : self.head_dim]
         rows = out.transpose(1, 2).flatten(2)
         result: Tensor = self.out_proj(rows.transpose(0, 1) if batch_dim else rows)  # contiguous, as torch's
         result = result if is_batched else result[0]
@@ -310,24 +313,6 @@ def _check_hint(given: object, length: int, keys: int) -> None:
             f"attn_mask: expected the causal mask {[length, keys]} with is_causal=True, which hides the keys j > i of query i and no "
             f"others, got another {checks.shape_of(mask)}: leave is_causal out, and every mask is read"
         )
-
-
-def _check_heads(mask: Mask, batch: int, heads: int) -> None:
-    """Refuses a mask of other sequences or heads, which plain torch operations would broadcast."""
-    given = mask.shape[:2]
-    if given[0] not in (1, batch) or given[1] not in (1, heads):
-        raise ValueError(f"mask: expected one for [B|1, H|1] with B={batch}, H={heads}, got one for {list(given)}")
-
-
-def _has_kernels(query: Tensor) -> bool:
-    return query.dtype in checks.DTYPES.get(query.device.type, ()) and query.shape[3] <= checks.MAX_HEAD_DIM
-
-
-def _on_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, **options: Any) -> Tensor:
-    """attention for heads of any size."""
-    size = query.shape[3]
-    out: Tensor = attention(padded(query), padded(key), padded(value), mask, scale=size**-0.5, **options)
-    return out[..., :size]
 
 
 def _seen(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +13,15 @@ from dmattn.sharding import is_sharded
 
 
 def opaque(name: str, **options: Any) -> Any:
-    """A decorator that makes a function the op ``torch.ops.dmattn_nn.<name>`` of CPU tensors, see torch.library.custom_op."""
-    return partial(torch.library.custom_op, f"dmattn_nn::{name}", mutates_args=(), device_types="cpu", **options)
+    """A decorator that makes a function the op ``torch.ops.dmattn_nn.<name>`` of CPU tensors, see torch.library.custom_op. It is its own fake,
+    unless another one is registered."""
+
+    def made(function: Callable[..., Any]) -> Any:
+        op: Any = torch.library.custom_op(f"dmattn_nn::{name}", function, mutates_args=(), device_types="cpu", **options)
+        op.register_fake(function)
+        return op
+
+    return made
 
 
 def is_opaque(like: Tensor) -> bool:

@@ -87,11 +87,6 @@ def rotated(
     return query.contiguous(), key.contiguous()
 
 
-@rotated.register_fake
-def _(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, positions, *ctx.options, _ = inputs
     ctx.save_for_backward(positions)

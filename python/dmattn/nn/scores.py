@@ -287,15 +287,8 @@ def _is_first(rows: Tensor) -> Tensor:
 
 @opaque("with_recency")
 def _with_recency(scores: Tensor, log_slope: Tensor) -> tuple[Tensor, Tensor]:
-    ranks, recency = with_recency(scores, log_slope)
-    return ranks.contiguous(), recency
-
-
-@_with_recency.register_fake
-def _(scores: Tensor, log_slope: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(log_slope.dtype, torch.float32)
-    ranks = scores.new_empty(scores.shape, dtype=torch.promote_types(scores.dtype, dtype))
-    return ranks, ranks.new_empty((1, *scores.shape[1:]), dtype=dtype)
+    recency = recency_of(log_slope, scores.shape[2])
+    return (scores + recency).contiguous(), recency
 
 
 @opaque("with_recency_backward")
@@ -304,13 +297,6 @@ def _with_recency_backward(of_ranks: Tensor, of_recency: Tensor, log_slope: Tens
     of_both = (of_ranks.sum(0) + of_recency[0]) * torch.arange(of_ranks.shape[2], device=of_ranks.device)
     of_scores = of_ranks.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True)
     return of_scores.transpose(1, 2), (of_both.sum(1) * slopes_of(log_slope)).to(log_slope.dtype)
-
-
-@_with_recency_backward.register_fake
-def _(of_ranks: Tensor, _: Tensor, log_slope: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return of_ranks.transpose(1, 2).new_empty(of_ranks.transpose(1, 2).shape, dtype=dtype).transpose(1, 2), torch.empty_like(
-        log_slope
-    )
 
 
 def _save_slopes(ctx: Any, inputs: tuple[Tensor, Tensor], output: Any) -> None:
@@ -328,12 +314,7 @@ _with_recency.register_autograd(_recency_gradients, setup_context=_save_slopes)
 
 @opaque("of_selecting_heads")
 def _of_selecting_heads(ranks: Tensor, local_heads: int) -> Tensor:
-    return of_selecting_heads(ranks, local_heads)
-
-
-@_of_selecting_heads.register_fake
-def _(ranks: Tensor, local_heads: int) -> Tensor:
-    return ranks.new_empty(ranks.shape)
+    return F.pad(ranks[:, local_heads:], (0, 0, local_heads, 0), value=-math.inf)
 
 
 @opaque("score_loss", tags=(torch.Tag.nondeterministic_seeded,))
@@ -369,12 +350,6 @@ def _score_loss_gradient(ctx: Any, of_loss: Tensor, *_: Any) -> tuple[Tensor | N
 @opaque("score_loss_backward")
 def _score_loss_backward(of_loss: Tensor, gradient: Tensor, first_head: int, dtype: torch.dtype) -> Tensor:
     return F.pad(of_loss[..., None] * gradient, (0, 0, first_head, 0)).to(dtype)
-
-
-@_score_loss_backward.register_fake
-def _(_: Tensor, gradient: Tensor, first_head: int, dtype: torch.dtype) -> Tensor:
-    batch, heads, length = gradient.shape
-    return gradient.new_empty((batch, heads + first_head, length), dtype=dtype)
 
 
 _score_loss_op.register_autograd(_score_loss_gradient, setup_context=_save_gradient)

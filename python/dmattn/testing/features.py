@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,19 +20,37 @@ MASK_TYPES = {
     "combined_mask": CombinedMask,
     "bool_mask": Tensor,
 }
-FEATURES = (
-    "grouped_heads",  # fewer key heads than query heads
-    "different_lengths",  # Sq != Sk
-    "empty_lengths",  # Sq or Sk is 0
-    "value_size",  # Dv != D
-    "strides",  # a query, key or value that is not contiguous
-    "gradient_strides",  # gradients that enter through out and lse and are not contiguous; the gradient of a sum has stride 0
-    "blind_queries",  # queries that see nothing: masked out, before the first key, or only logits of -inf
-    *MASK_TYPES,
-    "expanded_biases",  # a key_bias or bias of several rows, keys or heads that are one in memory: stride 0
-    "sinks", "query_offset",
-    "key_bias", "bias", "is_causal", "scale", "softcap", "dropout", "deterministic",
-)  # fmt: skip
+
+
+def _has_mask(kind: type, case: AttentionCase) -> bool:
+    return isinstance(case.mask, kind)
+
+
+# A case of dmattn.testing -> whether it has the feature.
+PREDICATES: dict[str, Callable[[AttentionCase], bool]] = {
+    "grouped_heads": lambda case: case.query.shape[1] != case.key.shape[1],
+    "different_lengths": lambda case: case.query.shape[2] != case.key.shape[2],
+    "empty_lengths": lambda case: 0 in (case.query.shape[2], case.key.shape[2]),
+    "value_size": lambda case: case.value.shape[3] != case.query.shape[3],
+    "strides": lambda case: not all(x.is_contiguous() for x in (case.query, case.key, case.value)),
+    # Of gradients that enter through out and lse and are not contiguous; the gradient of a sum has stride 0.
+    "gradient_strides": lambda case: case.grad_layout != "contiguous",
+    # Queries that see nothing: masked out, before the first key, or only logits of -inf.
+    "blind_queries": lambda case: not bool(sees_a_key(case).all()),
+    **{name: partial(_has_mask, kind) for name, kind in MASK_TYPES.items()},
+    # A key_bias or bias of several rows, keys or heads that are one in memory: stride 0.
+    "expanded_biases": lambda case: any(is_expanded(given) for given in (case.key_bias, case.bias) if given is not None),
+    "sinks": lambda case: case.sinks is not None,
+    "query_offset": lambda case: case.query_offset is not None,
+    "key_bias": lambda case: case.key_bias is not None,
+    "bias": lambda case: case.bias is not None,
+    "is_causal": lambda case: case.is_causal,
+    "scale": lambda case: case.scale is not None,
+    "softcap": lambda case: case.softcap != 0,
+    "dropout": lambda case: case.dropout_p > 0,
+    "deterministic": lambda case: case.deterministic,
+}
+FEATURES = tuple(PREDICATES)
 
 
 def checked(features: Collection[str] | None) -> frozenset[str]:
@@ -52,28 +71,7 @@ def checked(features: Collection[str] | None) -> frozenset[str]:
 
 def features_in(case: AttentionCase) -> frozenset[str]:
     """Which of FEATURES a case has."""
-    query, key, value = case.query, case.key, case.value
-    has = {
-        "grouped_heads": query.shape[1] != key.shape[1],
-        "different_lengths": query.shape[2] != key.shape[2],
-        "empty_lengths": 0 in (query.shape[2], key.shape[2]),
-        "value_size": query.shape[3] != value.shape[3],
-        "strides": not all(tensor.is_contiguous() for tensor in (query, key, value)),
-        "gradient_strides": case.grad_layout != "contiguous",
-        "blind_queries": not bool(sees_a_key(case).all()),
-        **{name: isinstance(case.mask, kind) for name, kind in MASK_TYPES.items()},
-        "expanded_biases": any(is_expanded(given) for given in (case.key_bias, case.bias) if given is not None),
-        "sinks": case.sinks is not None,
-        "query_offset": case.query_offset is not None,
-        "key_bias": case.key_bias is not None,
-        "bias": case.bias is not None,
-        "is_causal": case.is_causal,
-        "scale": case.scale is not None,
-        "softcap": case.softcap != 0,
-        "dropout": case.dropout_p > 0,
-        "deterministic": case.deterministic,
-    }
-    return frozenset(name for name in FEATURES if has[name])
+    return frozenset(name for name, has in PREDICATES.items() if has(case))
 
 
 def is_expanded(given: Tensor) -> bool:

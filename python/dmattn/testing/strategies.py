@@ -671,13 +671,12 @@ def with_expanded_biases(case: AttentionCase) -> AttentionCase:
     """The same biases with a number for each batch, head, query and key that they are broadcast to, which are one in memory."""
     batch, heads, queries, _ = case.query.shape
     sizes = {"key_bias": (batch, heads, case.key.shape[2]), "bias": (batch, heads, queries, case.key.shape[2])}
-    given = {name: leaf for name, leaf in case.leaves().items() if name in sizes}
-    return case.with_leaves({name: leaf.expand(_full(leaf, sizes[name])) for name, leaf in given.items()})
-
-
-def _full(given: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in which sizes of 1 become those that they stand for; leading dimensions may be left out."""
-    return tuple(full if size == 1 else size for size, full in zip(given.shape, sizes[-given.dim() :], strict=True))
+    expanded = {}
+    for name, leaf in case.leaves().items():
+        if name in sizes:
+            of_leaf = zip(leaf.shape, sizes[name][-leaf.dim() :], strict=True)
+            expanded[name] = leaf.expand([full if size == 1 else size for size, full in of_leaf])
+    return case.with_leaves(expanded)
 
 
 def _moved(drawn: DrawnMask, offset: int | Tensor, shape: Shape) -> Tensor | None:

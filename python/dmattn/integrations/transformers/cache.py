@@ -48,8 +48,7 @@ class BoundedLayer(HidesOldNames, CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, window: int, local: int = 0, sink_keys: int = 0, local_heads: int = 0, rewind: int = REWIND) -> None:
         super().__init__()
         checks.selection(window, local, sink_keys, True)
-        checks.natural_int("local_heads", local_heads)
-        checks.natural_int("rewind", rewind)
+        checks.each(checks.natural_int, local_heads=local_heads, rewind=rewind)
         self.window, self.local, self.sink_keys, self.local_heads, self.rewind = window, local, sink_keys, local_heads, rewind
         self.cache: BoundedCache | MixedCache | None = None
 

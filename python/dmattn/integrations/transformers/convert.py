@@ -257,7 +257,7 @@ def _check_layer(layer: Any) -> None:
 def _check_settings(heads: int, given: SimpleNamespace) -> None:
     checks.selection(given.window, given.local, given.sink_keys, True)
     checks.local_heads(given.local_heads, heads, given.local)
-    checks.flag("select_only", given.select_only), checks.flag("bounded_cache", given.bounded_cache)
+    checks.each(checks.flag, select_only=given.select_only, bounded_cache=given.bounded_cache)
     recency, select_only = given.recency, given.select_only
     if recency is not None and (checks.number("recency", recency, low=0.0) == 0 or not select_only):
         raise ValueError(

@@ -128,7 +128,7 @@ def make_mask(
         skipped = _is_skipped(found, q_length, kv_length, q_offset, kv_offset, allow_is_causal_skip, allow_is_bidirectional_skip)
         if skipped and (padding is None or bool(padding.all())):
             return None
-        start, end = (_queries(bound, q_offset) for bound in (found.start, found.end))
+        start, end = (None if bound is None else (bound - q_offset).clamp(-FAR, FAR) for bound in (found.start, found.end))
     else:
         sizes = (batch_size, 1, q_length, kv_length)
         whole: Tensor | None = None
@@ -228,11 +228,6 @@ def _padding_of_keys(
     if missing > 0:
         given = torch.nn.functional.pad(given, (0, missing))
     return given[:, None, kv_offset : kv_offset + kv_length]
-
-
-def _queries(bound: Tensor | None, q_offset: int | Tensor) -> Tensor | None:
-    """A bound on absolute indices as one on the numbers of queries."""
-    return None if bound is None else (bound - q_offset).clamp(-FAR, FAR)
 
 
 def _is_skipped(
