@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import test_cache
 import test_decode
+import test_indexer
 import test_reduce
 import torch
 from dmattn import BlockMask, IndexMask, IntervalMask
@@ -500,6 +501,13 @@ def check_rewind(data, device):
     return 0.0
 
 
+def check_index_top_k(data, device):
+    test_indexer.test_lists_equal_brute_force.hypothesis.inner_test(
+        device, torch.bfloat16 if device == "cuda" else torch.float32, data
+    )
+    return 0.0
+
+
 def check_reduce(data, device):
     test_reduce.test_any_shape.hypothesis.inner_test(device, data)
     return 0.0
@@ -514,6 +522,7 @@ CHECKS = {
 }
 if SHARDS > 1:
     CHECKS |= {"decode": check_decode, "cache": check_cache, "rewind": check_rewind, "reduce": check_reduce}
+    CHECKS["index_top_k"] = check_index_top_k
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))

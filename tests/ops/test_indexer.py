@@ -111,7 +111,7 @@ class Choice:
 
 @st.composite
 def choices(draw, B, G, device):
-    Sq, Sk = draw(st.integers(1, 70)), draw(st.integers(1, 300))
+    Sq, Sk = draw(st.integers(1, 70)), draw(st.integers(1, 300) | st.just(700))
     base = offset = lengths = None
     if draw(st.booleans()):
         heads = draw(st.sampled_from([1, G]))
@@ -152,15 +152,16 @@ def test_lists_equal_brute_force(device, dtype, data):
 
 
 @pytest.mark.parametrize("length", [2048, 2049, 8200, 33_000])
-@pytest.mark.parametrize("kind", ["ties", "steps", "wide", "infinite"])
+@pytest.mark.parametrize("kind", ["ties", "steps", "wide", "infinite", "in places"])
 def test_long_rows(device, dtype, length, kind):
-    """Lengths at which a GPU takes another kernel, and scores that bins part badly."""
+    """Lengths at which a GPU takes another kernel, and scores that bins part badly, or of which a regular sample says little."""
     draw = torch.Generator().manual_seed(length)
     value = {
         "ties": torch.ones(length),
         "steps": torch.randint(0, 3, (length,), generator=draw).float(),
         "wide": 2.0 ** torch.randint(-14, 14, (length,), generator=draw),
         "infinite": torch.where(torch.rand(length, generator=draw) < 0.1, math.inf, torch.rand(length, generator=draw)),
+        "in places": (torch.arange(length) * 128 % length < 128) + torch.rand(length, generator=draw),
     }[kind]
     key = torch.zeros(1, 1, length, 16)
     key[..., 0] = value
