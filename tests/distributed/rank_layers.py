@@ -63,3 +63,12 @@ def with_distributed_heads(group, hidden):
     except ValueError as error:
         return str(error)
     return None
+
+
+def with_other_chunks(group, layer, hidden):
+    """What a layer raises whose chunks differ between ranks."""
+    try:
+        layer(hidden, group=group)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -101,3 +101,13 @@ def test_two_ranks_compute_the_layer_of_scores(two_ranks, recipe, documents, com
 def test_distributed_heads_are_refused(two_ranks):
     for said in two_ranks.run("rank_layers:with_distributed_heads", [(tensor((1, 8, 32), 0, torch.float64),)] * 2):
         assert said.startswith("IndexedAttention: expected all heads on every rank")
+
+
+@pytest.mark.parametrize(
+    "layer", [rank_layers.layer_of({}), rank_layers.scored_layer_of(None)], ids=lambda layer: type(layer).__name__
+)
+def test_chunks_that_differ_are_an_error_on_every_rank(two_ranks, layer):
+    first, other = tensor((2, 8, 32), 0, torch.float64), tensor((2, 12, 32), 0, torch.float64)
+    for said in two_ranks.run("rank_layers:with_other_chunks", [(layer, first), (layer, other)]):
+        assert said == "hidden_states: expected [B, S, E] with the same S on every rank, got 8 on rank 0 and 12 on rank 1"
+    assert two_ranks.run("rank_layers:with_other_chunks", [(layer, first)] * 2) == [None, None]

@@ -96,7 +96,7 @@ class Handshake:
             self._memory.devices[device.type] = device
         self._everyone = torch.empty(dist.get_world_size(group) * (len(FIELDS) + 1), dtype=torch.int64)
         sent = torch.tensor([*call_signature, ahead], dtype=torch.int64)
-        self._work = all_gather_flat(self._everyone, sent, _host_group(group))
+        self._work = all_gather_flat(self._everyone, sent, host_group(group))
 
     def finish(self) -> list[int]:
         """The lengths of all chunks. ``all_went_ahead`` says afterwards whether the message has been exchanged.
@@ -179,7 +179,7 @@ def _shown(name: str, value: int) -> object:
     return value
 
 
-def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks that exchanges tensors on the CPU: the group itself, or one that is made on first use."""
     if "cpu" in dist.get_backend_config(group):
         return group
@@ -197,7 +197,7 @@ def in_one_order(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether handshakes and messages of a device go over one backend, which then takes them in the same order on all ranks."""
     if device.type == "cpu":
         return True
-    shared: bool = group._get_backend(device) is _host_group(group)._get_backend(torch.device("cpu"))
+    shared: bool = group._get_backend(device) is host_group(group)._get_backend(torch.device("cpu"))
     return shared
 
 

@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed import _functional_collectives
+
+from dmattn.distributed.agreement import DTYPES, host_group
+from dmattn.distributed.chunks import all_gather_flat
+
+# Newer releases of torch have another name for it.
+_all_gather: Any = (
+    getattr(_functional_collectives, "all_gather_single_autograd", None) or _functional_collectives.all_gather_tensor_autograd
+)
 
 
 def gather_sequence(chunk: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The chunks of all ranks side by side along ``dim``, in rank order; they are of one shape. Differentiable, once."""
-    whole: Tensor = all_gather_tensor_autograd(chunk.movedim(dim, 0).contiguous(), 0, group)
+    whole: Tensor = _all_gather(chunk.movedim(dim, 0).contiguous(), 0, group)
     return whole.movedim(0, dim)
+
+
+def check_chunks(chunk: Tensor, group: dist.ProcessGroup) -> None:
+    """Refuses chunks [B, S, E] that differ between ranks, on every rank, because what they exchange would not fit.
+
+    Compiled calls are not compared.
+
+    Raises:
+        ValueError: ranks differ in B, S or dtype.
+    """
+    if torch.compiler.is_compiling() or dist.get_world_size(group) == 1:
+        return
+    sent = torch.tensor([*chunk.shape[:2], DTYPES.index(chunk.dtype)])
+    everyone = torch.empty(dist.get_world_size(group) * len(sent), dtype=torch.int64)
+    all_gather_flat(everyone, sent, host_group(group)).wait()
+    for place, name in enumerate(("B", "S", "dtype")):
+        values = [str(DTYPES[value]) if name == "dtype" else value for value in everyone.view(-1, len(sent))[:, place].tolist()]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"hidden_states: expected [B, S, E] with the same {name} on every rank, got {values[0]} on rank 0 and {values[other]} on"
+                f" rank {other}"
+            )

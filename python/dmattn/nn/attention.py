@@ -21,7 +21,7 @@ from dmattn.renamed import HidesOldNames, renamed, renamed_attribute, with_new_n
 
 if torch.distributed.is_available():
     from dmattn.distributed.attention import context_parallel_attention
-    from dmattn.distributed.gather import gather_sequence
+    from dmattn.distributed.gather import check_chunks, gather_sequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -343,6 +343,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         """:meth:`forward` of this rank's chunk of a sequence."""
         if not self.is_causal:
             raise ValueError("group: expected a causal layer, got one with is_causal=False")
+        check_chunks(hidden_states, group)
         length = hidden_states.shape[1]
         first = group.rank() * length
         positions = torch.arange(first, first + length, device=hidden_states.device)[None]

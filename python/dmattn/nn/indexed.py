@@ -23,7 +23,7 @@ from dmattn.nn.scores import drawn_rows, initial_slopes, recency_of, slopes_of, 
 from dmattn.sharding import any_sharded
 
 if torch.distributed.is_available():  # torch can be built without it
-    from dmattn.distributed.gather import gather_sequence
+    from dmattn.distributed.gather import check_chunks, gather_sequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -256,6 +256,7 @@ class IndexedAttention(RotatedProjections):
         """Queries of this rank, keys and values of all, and the indexer's projections likewise."""
         length, first = hidden_states.shape[1], None
         if group is not None:
+            check_chunks(hidden_states, group)
             first = group.rank() * length
             position_ids = torch.arange(first, first + length, device=hidden_states.device)[None]
         query, key, value = self.projected(hidden_states, position_ids if rotation is None else None, rotation=rotation)
