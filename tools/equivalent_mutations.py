@@ -4,7 +4,7 @@ from __future__ import annotations
 
 EQUIVALENT: dict[str, tuple[str, str]] = {
     "python/dmattn/cache.py:BoundedCache._take_steps: true, false 1": (
-        ":2], slots, None, bias, None, [False -> True], scale, softcap))",
+        ":2], slots, None, bias, None, [False -> True], call.scale, call.softcap))",
         "Causality hides nothing from the last query of a sequence, and there is one query.",
     ),
     "cpp/cpu/mask.h:KeyScheduler.visit_range: and, or 1": (

@@ -20,7 +20,7 @@ PLACE = re.compile(r"<!-- n: (\S+) (.+?) \| (\w+) -->.*?<!-- /n -->", re.DOTALL)
 STEP = re.compile(r"\[([^]=]+)=([^]]*)\]|\[(\d+)\]|\.(max|sum)\((\w+)\)|\.?([\w-]+|#)")
 TABLE = re.compile(r"<!-- bench:([\w-]+) -->.*?<!-- /bench:\1 -->", re.DOTALL)
 MEASURED = re.compile(
-    r"(?<![\w.^/-])\d[\d,.]*(?:x(?!\w)| (?:ms|us|s|GB/s|TFLOP/s|GiB/s|tokens (?:per|a) second|bits per byte|%)(?!\w))"
+    r"(?<![\w.^/-])\d[\d,.]*(?:x(?!\w)| (?:ms|us|s|MB|GB|GB/s|TFLOP/s|GiB/s|tokens (?:per|a) second|bits per byte|%)(?!\w))"
 )
 FORMATS: dict[str, Callable[[float], str]] = {
     "int": lambda value: f"{value:,.0f}",

@@ -207,6 +207,9 @@ def test_shared_budgets_go_to_the_best_keys_of_all_heads():
     rank[0, 1, 2] = torch.nan  # and what has no rank goes
     rank[0, 0, :2] = -torch.inf
     assert Fixed(5).keeps(seen)[0].tolist() == [[False, False, True, True, True], [True, True, False, True, True]]
+    rank = rank.to(torch.complex64)
+    with pytest.raises(TypeError, match="rank: expected dtype float64, float32, bfloat16, float16, got complex64"):
+        Fixed(3).keeps(seen)
 
 
 # Decisions ------------------------------------------------------------------------------------------------------------------------------

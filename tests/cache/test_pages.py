@@ -276,6 +276,7 @@ def test_refused_tokens_leave_no_trace(changes, error, message):
         (lambda cache: cache.pool.give([3]), ValueError, "pages: expected pages that were taken, got 3, which is free"),
         (lambda cache: cache.pool.give([-1]), ValueError, "pages: expected numbers below 20, got -1"),
         (lambda cache: eviction.PagedCache(eviction.TOVA(3), None, H, HKV), TypeError, "pool: expected a dmattn.eviction.PagePool"),
+        (lambda cache: cache.pool.take(-1), ValueError, "count: expected an int >= 0, got -1"),
         (lambda cache: cache.pool.take(21), eviction.OutOfPagesError, "pages: expected at least 21 that are free, got 20 of 20"),
         (lambda cache: pool_of(4, 20), ValueError, "page_size: expected a multiple of 16, got 20"),
         (lambda cache: pool_of(0), ValueError, "pages: expected a positive int, got 0"),

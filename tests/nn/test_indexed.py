@@ -426,7 +426,8 @@ def test_layers_that_cannot_be(options, error, words):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"groups": 2}, "groups"), ({"groups": True}, "groups"), ({"rotary_factor": 1.5}, "rotary_factor"), ({"recency": 0.0}, "recency"),
+        ({"groups": 2}, "groups"), ({"groups": True}, "groups"),
+        ({"groups": 1.0}, "groups"), ({"rotary_factor": 1.5}, "rotary_factor"), ({"recency": 0.0}, "recency"),
         ({"local_heads": -1}, "local_heads"), ({"queries": 0}, "queries"), ({"last": 2.0}, "last"),
     ],
 )  # fmt: skip

@@ -232,6 +232,21 @@ def test_a_page_number_out_of_range_empties_its_sequence(device, dtype, entry, p
     assert_equal(shorter.call(key=key, value=value, page_table=table), shorter.call())
 
 
+@pytest.mark.parametrize("place", [0, 7, 100, 149])
+def test_a_bad_page_of_one_key_empties_all_rows(device, dtype, place):
+    """The op alone takes such pages; rows of more than one warp share the keys."""
+    query, key = tensor((1, 16, 2, 64), 0, dtype, device), tensor((200, 1, 1, 64), 1, dtype, device)
+    table = torch.randperm(200, generator=torch.Generator().manual_seed(0))[None, :150].int().to(device)
+    lengths = torch.tensor([150], dtype=torch.int32, device=device)
+    out, lse = torch.ops.dmattn.decode(query, key, key, lengths, table, None, None, True, 0.125, 0.0)
+    rows = key[table[0].long(), 0].transpose(0, 1)[None]
+    assert_equal((out, lse), torch.ops.dmattn.decode(query, rows, rows, None, None, None, None, True, 0.125, 0.0))
+    table[0, place] = 200
+    out, lse = torch.ops.dmattn.decode(query, key, key, lengths, table, None, None, True, 0.125, 0.0)
+    assert not out.any()
+    assert (lse == -INF).all()
+
+
 # Numbers --------------------------------------------------------------------------------------------------------------------------------
 
 

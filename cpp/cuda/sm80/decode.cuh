@@ -307,7 +307,12 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
     if (chunk + 1 < until && !is_last) continue;
 
     // End the split: add up the slices, then add them to the splits before.
-    sync_team<Sizes::kTeamWarps>();
+    // Warps of a team share out keys that have a page each, so each sees some of the page numbers alone.
+    if constexpr (Sizes::kTeamWarps == 1) {
+      __syncwarp();
+    } else {
+      copies.has_bad_page = __syncthreads_or(copies.has_bad_page) != 0;
+    }
     const Exchange<kDim, kRows> exchange{shared, chunk % kStages};
     if (has_rows) exchange.leave(slice, tile_row, here.rows, softmax, out[0], copies.has_bad_page);
     __syncthreads();

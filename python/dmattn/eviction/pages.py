@@ -61,8 +61,10 @@ class PagePool:
         """So many free pages, which are no longer free.
 
         Raises:
+            TypeError, ValueError: count is no int >= 0.
             OutOfPagesError: there are fewer.
         """
+        checks.natural_int("count", count)
         if count > len(self.free):
             raise OutOfPagesError(
                 f"pages: expected at least {count} that are free, got {len(self.free)} of {len(self._is_taken)}"

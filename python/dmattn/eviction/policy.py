@@ -110,7 +110,7 @@ class Policy:
 
     def keeps(self, seen: Seen) -> Tensor:
         """The decision: bool [B, Hkv, N], which keys stay."""
-        rank = self.rank(seen)
+        rank = checks.tensor("rank", self.rank(seen), checks.DTYPES["cpu"])
         rank = torch.where(seen.is_key & ~rank.isnan(), rank.clamp(max=torch.finfo(rank.dtype).max), -torch.inf)
         length = seen.length.view(-1, 1, 1) if isinstance(seen.length, Tensor) else seen.length
         is_forced = (seen.position < self.sink_keys) | (seen.position >= length - self.local)

@@ -104,7 +104,7 @@ class IndexRecipe:
     explore: bool = True
 
     def __post_init__(self) -> None:
-        if self.groups not in (0, 1, "heads") or isinstance(self.groups, bool):
+        if self.groups not in (0, 1, "heads") or not (type(self.groups) is int or isinstance(self.groups, str)):
             raise ValueError(f"groups: expected 'heads', 1 or 0, got {self.groups!r}")
         checks.number("rotary_factor", self.rotary_factor, low=0.0, high=1.0)
         _check_common(self)
