@@ -44,6 +44,18 @@ __device__ __forceinline__ void sync_team() {
   }
 }
 
+// The same, and says whether `holds` is true for any thread of the team. Threads of a warp give the same. Warps of a team share
+// out keys that have a page each, so each sees some of the page numbers alone.
+template <int kTeamWarps>
+__device__ __forceinline__ bool any_of_team(bool holds) {
+  if constexpr (kTeamWarps == 1) {
+    __syncwarp();
+    return holds;
+  } else {
+    return __syncthreads_or(holds) != 0;
+  }
+}
+
 // What makes logits of the products of a warp's rows.
 struct ScoreTerms {
   float scale;
@@ -307,12 +319,7 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
     if (chunk + 1 < until && !is_last) continue;
 
     // End the split: add up the slices, then add them to the splits before.
-    // Warps of a team share out keys that have a page each, so each sees some of the page numbers alone.
-    if constexpr (Sizes::kTeamWarps == 1) {
-      __syncwarp();
-    } else {
-      copies.has_bad_page = __syncthreads_or(copies.has_bad_page) != 0;
-    }
+    copies.has_bad_page = any_of_team<Sizes::kTeamWarps>(copies.has_bad_page);
     const Exchange<kDim, kRows> exchange{shared, chunk % kStages};
     if (has_rows) exchange.leave(slice, tile_row, here.rows, softmax, out[0], copies.has_bad_page);
     __syncthreads();
