@@ -20,7 +20,7 @@ namespace dmattn {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A tensor's shape for a message. Nothing is written before a check fails: that would take a call half its time on the host.
+// A tensor's shape for a message. It is written only when a check fails: writing it in every call took a sixth of an op's time.
 struct ShapeText {
   const Tensor& tensor;
   friend std::ostream& operator<<(std::ostream& text, const ShapeText& shape) {

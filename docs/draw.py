@@ -362,7 +362,7 @@ def teaching() -> Drawing:
     d = Drawing(860, 420, "What heads of the recommended layer see, and the queries that teach")
     values = random.Random(5)
     count, cell, local, y = 16, 18, 3, 84
-    selected = [(key, max(key, end - 1) + local) for key, end in lifetimes([values.random() for _ in range(count)], 4)]
+    selected = [(key, end + local) for key, end in lifetimes([values.random() for _ in range(count)], 4)]
     heads = [("half of the heads: the last keys", [(key, key + local) for key in range(count)])]
     heads.append(("the others: these and the best before", selected))
     for i, (title, spans) in enumerate(heads):

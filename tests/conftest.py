@@ -31,7 +31,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("ci"), max_examples=8)
 
 
-# What another run compiled brings its guards along: tests that count compilations start from none.
+# No programs from torch's caches: they have the guards of the run that compiled them, and some tests count compilations.
 for _cache in ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"):
     os.environ[_cache] = "0"
 torch._inductor.config.fx_graph_cache = False

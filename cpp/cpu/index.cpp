@@ -73,10 +73,11 @@ struct Candidates {
   }
 };
 
-// A number that some more than k of a row's n should be above, by a sample; -inf where a sample says little.
+// A bound that more than k of a row's n numbers are probably above, but not many more, from a sample of them; -inf where a
+// sample would save nothing.
 template <class R>
 R guess_bound(const R* row, int64_t n, int64_t k) {
-  constexpr int64_t kSample = 128, kSpread = 2;  // standard deviations of the rank
+  constexpr int64_t kSample = 128, kSpread = 2;  // numbers in the sample; standard deviations of the rank on the safe side
   if (n < 4 * kSample || 2 * k > n) return kLowest<R>;
   std::array<R, kSample> sample;
   for (int64_t i = 0; i < kSample; ++i) {
@@ -124,7 +125,7 @@ void index_top_k(const IndexTopKParams& p) {
     const IndexTile tile{batch, group, first, std::min(kIndexTileQueries, p.query_length - first), offset + first, length};
     R* const rows = static_cast<R*>(scores.of(worker));
     const int64_t count = kernels.index_scores(p, tile, scratch.of(worker), rows, blocks);
-    Candidates<R> best(count + 1);
+    Candidates<R> best(count + 1);  // one is written behind the last
     std::vector<std::pair<R, int64_t>> some;
     for (int64_t t = 0; t < tile.rows; ++t) {
       const int64_t list = ((batch * p.groups + group) * p.query_length + first + t) * p.top;

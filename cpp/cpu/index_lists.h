@@ -91,8 +91,8 @@ DMATTN_INLINE void list_entries(const IndexLists& lists, const int32_t* entries,
   }
 }
 
-// The entries that one query has, where they are blocks in ascending order with nothing else before the last one, as top-k
-// selection leaves them: its keys then need no set. count < 0: they are not.
+// The list of one query whose first `count` entries are distinct blocks in ascending order and whose others list nothing, as
+// top-k selection makes it: its keys can be read from it, without a set of them. count < 0: the list has another form.
 struct AscendingList {
   const int32_t* entries = nullptr;
   int64_t count = -1;
@@ -117,7 +117,7 @@ DMATTN_INLINE AscendingList ascending_list(const AttentionParams& p, const Query
   return {entries, wrong ? -1 : count};
 }
 
-// Which keys a query sees by its position: the last `local` ones.
+// The position of a tile's first query, from which its local window counts.
 DMATTN_INLINE int64_t list_position(const AttentionParams& p, const QueryTile& tile) {
   const IndexLists& lists = p.mask.index;
   return tile.first + (lists.offset ? lists.offset[tile.batch * lists.offset_stride] : p.key_length - p.query_length);
@@ -132,8 +132,9 @@ void list_keys(const AttentionParams& p, const QueryTile& tile, const ListedKeys
   }
   const IndexLists& lists = p.mask.index;
   const int32_t* entries = static_cast<const int32_t*>(lists.entries.data) + head_offset(lists.entries, tile.batch, tile.head);
+  const int64_t first_position = list_position(p, tile);
   for (int64_t i = 0; i < tile.rows; ++i) {
-    const int64_t position = list_position(p, tile) + i;
+    const int64_t position = first_position + i;
     const uint8_t query = static_cast<uint8_t>(1U << i);
     list_entries(lists, entries + (tile.first + i) * lists.row_stride, p.key_length, listed, query);
     list_range(listed, query, 0, lists.sinks);

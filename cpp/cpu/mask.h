@@ -104,7 +104,7 @@ class KeyScheduler {
     uint64_t live, full;
   };
 
-  // The keys of one query in ascending order: sinks, those of its list, and local ones among these. It sees them all.
+  // The keys that one query sees, in ascending order: sinks, and then those of its list, with the local ones in their place.
   void visit_list() {
     const int64_t position = list_position(params_, tile_), sinks = min_of(mask_.index.sinks, key_limit_);
     const int64_t local_end = max_of(sinks, min_of(position + 1, key_limit_));
@@ -115,7 +115,7 @@ class KeyScheduler {
     visit_entries(local_end, key_limit_);
   }
 
-  // The keys of the list's blocks that are in a range.
+  // The keys of a range that the list's blocks hold.
   void visit_entries(int64_t first_key, int64_t last_key) {
     if (first_key >= last_key) return;
     const AscendingList& list = lists_.alone;

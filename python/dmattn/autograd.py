@@ -101,7 +101,7 @@ class ShortAttention(torch.autograd.Function):
 
 
 def wants_gradient(inputs: tuple[Any, ...]) -> bool:
-    """Whether one of forward's differentiable arguments requires a gradient: torch takes five times as long to ask all."""
+    """Whether one of forward's differentiable arguments requires a gradient, in less time than torch needs to ask all 24."""
     query, key, value, key_bias, bias = *inputs[:3], inputs[KEY_BIAS], inputs[BIAS]
     biases = (key_bias is not None and key_bias.requires_grad) or (bias is not None and bias.requires_grad)
     return query.requires_grad or key.requires_grad or value.requires_grad or biases

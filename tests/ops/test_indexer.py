@@ -152,7 +152,7 @@ def test_lists_equal_brute_force(device, dtype, data):
 
 
 @pytest.mark.parametrize("length", [2048, 2049, 8200, 33_000])
-@pytest.mark.parametrize("kind", ["ties", "steps", "wide", "infinite", "in places"])
+@pytest.mark.parametrize("kind", ["ties", "steps", "wide", "infinite", "where samples are"])
 def test_long_rows(device, dtype, length, kind):
     """Lengths at which a GPU takes another kernel, and scores that bins part badly, or of which a regular sample says little."""
     draw = torch.Generator().manual_seed(length)
@@ -161,7 +161,7 @@ def test_long_rows(device, dtype, length, kind):
         "steps": torch.randint(0, 3, (length,), generator=draw).float(),
         "wide": 2.0 ** torch.randint(-14, 14, (length,), generator=draw),
         "infinite": torch.where(torch.rand(length, generator=draw) < 0.1, math.inf, torch.rand(length, generator=draw)),
-        "in places": (torch.arange(length) * 128 % length < 128) + torch.rand(length, generator=draw),
+        "where samples are": (torch.arange(length) * 128 % length < 128) + torch.rand(length, generator=draw),
     }[kind]
     key = torch.zeros(1, 1, length, 16)
     key[..., 0] = value

@@ -44,8 +44,8 @@ __device__ __forceinline__ void sync_team() {
   }
 }
 
-// The same, and says whether `holds` is true for any thread of the team. Threads of a warp give the same. Warps of a team share
-// out keys that have a page each, so each sees some of the page numbers alone.
+// Waits like sync_team, and says whether `holds` is true for any thread of the team; the threads of a warp give the same value.
+// Where each key has a page of its own, the warps of a team share the keys, and each looks at the page numbers of its keys only.
 template <int kTeamWarps>
 __device__ __forceinline__ bool any_of_team(bool holds) {
   if constexpr (kTeamWarps == 1) {

@@ -27,7 +27,7 @@ def gather_sequence(chunk: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
 def check_chunks(chunk: Tensor, group: dist.ProcessGroup) -> None:
     """Refuses chunks [B, S, E] that differ between ranks, on every rank, because what they exchange would not fit.
 
-    Compiled calls are not compared.
+    It is one small exchange between hosts. Compiled calls are not compared.
 
     Raises:
         ValueError: ranks differ in B, S or dtype.

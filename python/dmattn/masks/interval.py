@@ -438,7 +438,7 @@ class IntervalMask(MaskData):
         return self._build(start=start, end=end, any_length=self.any_length, segments=None, most_keys=self.most_keys)
 
     def _chunk(self, first: int, length: int) -> IntervalMask:
-        """The mask of the queries and keys from position ``first`` on, so many, to each other."""
+        """What ``length`` queries and keys from position ``first`` on see of each other."""
         keys = slice(first, first + length)
         start, end = (
             bounds.moved(bound[..., keys] if bound.shape[-1] > 1 else bound, -first) for bound in (self.start, self.end)

@@ -293,20 +293,17 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         self._check_hidden(hidden_states)
         if checks.flag("with_score_loss", with_score_loss) and not self.is_causal:
             raise ValueError("with_score_loss: expected False with is_causal=False, got True")
+        given = {"base": base is not None, "window": window is not None, "with_score_loss": with_score_loss}
+        given |= {"position_ids": position_ids is not None, "rotation": rotation is not None, "group": group is not None}
         if cache is not None:
-            given = {"base": base is not None, "window": window is not None, "with_score_loss": with_score_loss}
-            given |= {"position_ids": position_ids is not None, "rotation": rotation is not None, "group": group is not None}
-            for name in (name for name, is_given in given.items() if is_given):
-                raise ValueError(f"{name}: expected its default with a cache, whose sequences, positions and window are its own")
+            self._refuse(given, given, "a cache, whose sequences, positions and window are its own")
             generated: Tensor = self.o_proj(
                 self._generate(hidden_states, cache, lengths, padding_side).transpose(1, 2).flatten(2)
             )
             return generated
         self._check_without_cache(lengths, padding_side)
         if group is not None:
-            for name, is_given in {"position_ids": position_ids is not None, "rotation": rotation is not None}.items():
-                if is_given:
-                    raise ValueError(f"{name}: expected its default with group, whose positions follow from the ranks")
+            self._refuse(given, ("position_ids", "rotation"), "group, whose positions follow from the ranks")
             return self._of_chunk(hidden_states, base, self.window if window is None else window, with_score_loss, group)
         if position_ids is not None:
             position_ids = checked_positions(position_ids, hidden_states)

@@ -243,12 +243,6 @@ class IndexedAttention(RotatedProjections):
         beside = [given for given in (loss, index_mask) if given is not None]
         return (result, *beside) if beside else result
 
-    @staticmethod
-    def _refuse(given: dict[str, bool], names: Any, beside: str) -> None:
-        for name in names:
-            if given[name]:
-                raise ValueError(f"{name}: expected its default with {beside}")
-
     def _chunk(
         self, hidden_states: Tensor, index: IndexProjections | None, base: IntervalMask | None, position_ids: Tensor | None,
         rotation: tuple[Tensor, Tensor] | None, group: ProcessGroup | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,13 @@ class RotatedProjections(nn.Module):
             raise ValueError(
                 f"padding_side: expected its default without a cache, got {padding_side!r}; base says where padding is"
             )
+
+    @staticmethod
+    def _refuse(given: dict[str, bool], names: Iterable[str], other: str) -> None:
+        """Refuses arguments that are given although they do not go together with another one; ``other`` says which one, and why."""
+        for name in names:
+            if given[name]:
+                raise ValueError(f"{name}: expected its default with {other}")
 
     def _check_dealt_out(self, heads: int) -> None:
         if heads != self.num_kv_heads:
