@@ -12,6 +12,7 @@ namespace dmattn::cuda {
 namespace {
 
 constexpr uint64_t kNothing = 0, kAll = 1;  // no score; a cut behind which all scores are
+constexpr float kLeast = -3.402823466e38f;  // of finite numbers
 
 // 0 is positive, so that scores that are equal have the same bits.
 __device__ __forceinline__ uint64_t in_order(float score, int place) {
@@ -25,32 +26,27 @@ __device__ __forceinline__ float score_of(uint64_t x) {
   return __uint_as_float(bits & 0x80000000u ? bits & 0x7fffffffu : ~bits);
 }
 
-// What a block of threads chooses among: `count` numbers that `read(i)` gives, kPerLane for each thread in registers, or read
-// again each time (0).
-template <int kWarps, int kPerLane, class Read>
+// What a block of threads chooses among: `count` numbers that `read(i)` gives, kept in shared memory if there is room, or read
+// again each time.
+template <int kWarps, class Read>
 struct Row {
   Read read;
   int count;
-  uint64_t kept[kPerLane > 0 ? kPerLane : 1];
+  uint64_t* kept;
 
-  __device__ __forceinline__ Row(Read from, int n) : read(from), count(n) {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) kept[i] = at(i);
-  }
-  __device__ __forceinline__ uint64_t at(int i) const {
-    const int number = i * kWarps * 32 + static_cast<int>(threadIdx.x);
-    return number < count ? read(number) : kNothing;
+  __device__ __forceinline__ Row(Read from, int n, int room) : read(from), count(n), kept(nullptr) {
+    extern __shared__ uint64_t numbers[];
+    if (n > room) return;
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += kWarps * 32) numbers[i] = read(i);
+    kept = numbers;  // a thread reads what it wrote itself
   }
   // Calls use(x) for each of the thread's numbers.
   template <class Use>
   __device__ __forceinline__ void each(Use use) const {
-    if constexpr (kPerLane > 0) {
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if (i * kWarps * 32 < count) use(kept[i]);
-      }
+    if (kept) {
+      for (int i = static_cast<int>(threadIdx.x); i < count; i += kWarps * 32) use(kept[i]);
     } else {
-      for (int i = 0; i * kWarps * 32 < count; ++i) use(at(i));
+      for (int i = static_cast<int>(threadIdx.x); i < count; i += kWarps * 32) use(read(i));
     }
   }
 };
@@ -290,25 +286,25 @@ struct RowOfPart {
   }
 };
 
-// scores [rows of this part, row_stride] of the sample -> bounds.
-template <int kWarps, int kPerLane>
-__global__ __launch_bounds__(kWarps * 32) void index_bounds_kernel(const __grid_constant__ IndexCall call) {
+// scores [rows of this part, row_stride] of the sample -> bounds. room: for so many numbers in shared memory.
+template <int kWarps>
+__global__ __launch_bounds__(kWarps * 32) void index_bounds_kernel(const __grid_constant__ IndexCall call, int room) {
   __shared__ Shared<kWarps> s;
   const RowOfPart own(call);
   if (!own.is_real) return;
   const int log2 = call.sample.log2;
-  const Row<kWarps, kPerLane, ReadScores> row(own.scores(call), (own.blocks + (1 << log2) - 1) >> log2);
+  const Row<kWarps, ReadScores> row(own.scores(call), (own.blocks + (1 << log2) - 1) >> log2, room);
   const uint64_t cut = find_cut(s, row, call.sample.rank);
   if (threadIdx.x > 0) return;
   call.counts[own.number] = 0;
-  call.bounds[own.number] =
-      cut == kAll ? IndexEntry{-3.402823466e38f, 0} : IndexEntry{score_of(cut), sampled_block(place_of(cut), log2)};
+  call.bounds[own.number] = cut == kAll ? IndexEntry{kLeast, 0} : IndexEntry{score_of(cut), sampled_block(place_of(cut), log2)};
 }
 
-template <int kWarps, int kPerLane, class Read>
-__device__ __forceinline__ void choose(Shared<kWarps>& s, const IndexCall& call, const RowOfPart& own, Read read, int count) {
+template <int kWarps, class Read>
+__device__ __forceinline__ void choose(Shared<kWarps>& s, const IndexCall& call, const RowOfPart& own, Read read, int count,
+                                       int room) {
   const IndexTopKParams& p = call.p;
-  const Row<kWarps, kPerLane, Read> row(read, count);
+  const Row<kWarps, Read> row(read, count, room);
   const uint64_t cut = find_cut(s, row, static_cast<int>(p.top));
   const int64_t list = ((own.at.batch * p.groups + own.at.group) * p.query_length + own.query) * p.top;
   write_list(s, row, cut, own.blocks, static_cast<int>(p.top), p.indices + list,
@@ -316,70 +312,75 @@ __device__ __forceinline__ void choose(Shared<kWarps>& s, const IndexCall& call,
 }
 
 template <int kWarps, class T>
-__device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& call, const RowOfPart& own) {
+__device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& call, const RowOfPart& own, int room) {
   const ReadAgain<T> read{call, own.at, own.query, static_cast<int>(own.at.offset) + own.query, own.in};
-  choose<kWarps, 0>(s, call, own, read, own.blocks);
+  choose<kWarps>(s, call, own, read, own.blocks, room);
 }
 
 // Scores or candidates -> indices and scores [B, G, Sq, K]. A block of threads for each row.
-template <int kWarps, int kPerLane, bool kSampled>
-__global__ __launch_bounds__(kWarps * 32) void index_choice_kernel(const __grid_constant__ IndexCall call) {
+template <int kWarps, bool kSampled>
+__global__ __launch_bounds__(kWarps * 32) void index_choice_kernel(const __grid_constant__ IndexCall call, int room) {
   __shared__ Shared<kWarps> s;
   const RowOfPart own(call);
   if (!own.is_real) return;
   if constexpr (kSampled) {
     const int count = call.counts[own.number], capacity = static_cast<int>(call.sample.capacity);
-    const bool is_short = count < call.p.top && call.bounds[own.number].score > -3.402823466e38f;
+    const bool is_short = count < call.p.top && call.bounds[own.number].score > kLeast;
     if (!is_short && count <= capacity) {
-      choose<kWarps, kPerLane>(s, call, own, ReadCandidates{call.candidates + own.number * capacity}, count);
+      choose<kWarps>(s, call, own, ReadCandidates{call.candidates + own.number * capacity}, count, room);
     } else if (call.p.dtype == DType::kBFloat16) {
-      choose_again<kWarps, __nv_bfloat16>(s, call, own);
+      choose_again<kWarps, __nv_bfloat16>(s, call, own, room);
     } else {
-      choose_again<kWarps, __half>(s, call, own);
+      choose_again<kWarps, __half>(s, call, own, room);
     }
   } else {
-    choose<kWarps, kPerLane>(s, call, own, own.scores(call), own.blocks);
+    choose<kWarps>(s, call, own, own.scores(call), own.blocks, room);
   }
 }
 
-// Calls use(Size<kWarps, kPerLane>{}) with the smallest block of threads whose registers hold `count` numbers.
-template <int kWarps, int kPerLane>
-struct Size {
-  static constexpr int warps = kWarps, per_lane = kPerLane;
-};
-template <class Use>
-cudaError_t with_size(int64_t count, Use use) {
-  if (count <= 32 * 16) return use(Size<1, 16>{});
-  if (count <= 2 * 32 * 16) return use(Size<2, 16>{});
-  if (count <= 4 * 32 * 20) return use(Size<4, 20>{});
-  if (count <= 8 * 32 * 20) return use(Size<8, 20>{});
-  if (count <= 16 * 32 * 20) return use(Size<16, 20>{});
-  return use(Size<32, 0>{});
+// Launches a kernel with a block of threads for each row of `count` numbers: kernel(warps) gives it.
+template <int kWarps>
+cudaError_t launch_rows(void (*kernel)(IndexCall, int), KernelAttribute& known, const IndexCall& call, int64_t count,
+                        cudaStream_t stream) {
+  constexpr int64_t kMostBytes = 80 << 10;  // beside two more such blocks
+  const int room = static_cast<int>(std::min<int64_t>(count, kMostBytes / 8));
+  const cudaError_t status = allow_shared_bytes(known, kernel, static_cast<int>(kMostBytes));
+  if (status != cudaSuccess) return status;
+  kernel<<<grid_of(call.tiles * kIndexTileQueries), kWarps * 32, room * 8, stream>>>(call, room);
+  return cudaGetLastError();
+}
+
+template <int kWarps>
+cudaError_t launch_bounds_of(const IndexCall& call, int64_t count, cudaStream_t stream) {
+  static KernelAttribute known;
+  return launch_rows<kWarps>(index_bounds_kernel<kWarps>, known, call, count, stream);
+}
+
+template <int kWarps, bool kSampled>
+cudaError_t launch_choice_of(const IndexCall& call, int64_t count, cudaStream_t stream) {
+  static KernelAttribute known;
+  return launch_rows<kWarps>(index_choice_kernel<kWarps, kSampled>, known, call, count, stream);
+}
+
+template <bool kSampled>
+cudaError_t launch_choice(const IndexCall& call, int64_t count, cudaStream_t stream) {
+  if (count <= 1024) return launch_choice_of<1, kSampled>(call, count, stream);
+  if (count <= 4096) return launch_choice_of<4, kSampled>(call, count, stream);
+  return launch_choice_of<16, kSampled>(call, count, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_index_bounds(const IndexCall& call, cudaStream_t stream) {
-  return with_size((scores_of_row(call.p, call.log2_score_block) >> call.sample.log2) + 1, [&](auto size) {
-    constexpr int kWarps = decltype(size)::warps, kPerLane = decltype(size)::per_lane;
-    index_bounds_kernel<kWarps, kPerLane><<<grid_of(call.tiles * kIndexTileQueries), kWarps * 32, 0, stream>>>(call);
-    return cudaGetLastError();
-  });
+  const int64_t count = (scores_of_row(call.p, call.log2_score_block) >> call.sample.log2) + 1;
+  if (count <= 1025) return launch_bounds_of<1>(call, count, stream);
+  if (count <= 4097) return launch_bounds_of<4>(call, count, stream);
+  return launch_bounds_of<16>(call, count, stream);
 }
 
 cudaError_t launch_index_choice(const IndexCall& call, cudaStream_t stream) {
-  const bool is_sampled = call.sample.log2 > 0;
-  const int64_t count = is_sampled ? call.sample.capacity : scores_of_row(call.p, call.log2_score_block + call.log2_fold);
-  return with_size(count, [&](auto size) {
-    constexpr int kWarps = decltype(size)::warps, kPerLane = decltype(size)::per_lane;
-    const unsigned grid = grid_of(call.tiles * kIndexTileQueries);
-    if (is_sampled) {
-      index_choice_kernel<kWarps, kPerLane, true><<<grid, kWarps * 32, 0, stream>>>(call);
-    } else {
-      index_choice_kernel<kWarps, kPerLane, false><<<grid, kWarps * 32, 0, stream>>>(call);
-    }
-    return cudaGetLastError();
-  });
+  if (call.sample.log2 > 0) return launch_choice<true>(call, call.sample.capacity, stream);
+  return launch_choice<false>(call, scores_of_row(call.p, call.log2_score_block + call.log2_fold), stream);
 }
 
 }  // namespace dmattn::cuda

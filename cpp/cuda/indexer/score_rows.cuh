@@ -21,6 +21,12 @@ __device__ __forceinline__ int least_key_from(const IndexCall& call, int column)
   return kKeepsBest ? column : column >> call.log2_score_block << (call.log2_score_block + call.sample.log2);
 }
 
+// The least number that is greater; NaN for infinity.
+__device__ __forceinline__ float next_up(float x) {
+  const int bits = __float_as_int(x + 0.0f);
+  return __int_as_float(bits + (bits < 0 ? -1 : 1));
+}
+
 // A query's row of scores.
 template <bool kKeepsBest>
 struct ScoreRow {
@@ -36,7 +42,7 @@ struct ScoreRow {
         is_real(row < rows),
         number(static_cast<int64_t>(tile_of_part) * kIndexTileQueries + row),
         in(competing_rows(call.p, at.offset + at.first + row, at.length)) {
-    if (kKeepsBest && is_real) bound = call.bounds[number];
+    bound = kKeepsBest && is_real ? call.bounds[number] : IndexEntry{__int_as_float(0x7fc00000), 0};  // NaN: nothing is better
   }
 };
 
@@ -102,28 +108,97 @@ __device__ __forceinline__ void store_scores(const IndexCall& call, const float 
   }
 }
 
-// Adds those of the scores that are not behind the bound to the row's candidates.
+// Which of the lane's scores of a row are not behind the bound: a bit for each.
+template <int kColumns>
+__device__ __forceinline__ uint32_t behind_no_bound(const IndexCall& call, const IndexEntry& bound, const float (&x)[kColumns][2],
+                                                    int first) {
+  const int log2_block = call.log2_score_block, own = first + static_cast<int>(threadIdx.x) % 4 * 2;
+  const int first_place = first >> log2_block, last_place = (first + 8 * kColumns - 1) >> log2_block;
+  const float least = last_place < bound.place ? next_up(bound.score) : bound.score;
+  uint32_t kept = 0;
+#pragma unroll
+  for (int i = 0; i < 2 * kColumns; ++i) {
+    if (x[i / 2][i % 2] >= least) kept |= 1u << i;
+  }
+  if (first_place < bound.place && bound.place <= last_place) {
+#pragma unroll
+    for (int i = 0; i < 2 * kColumns; ++i) {
+      const int place = (own + 8 * (i / 2) + i % 2) >> log2_block;
+      if (x[i / 2][i % 2] == bound.score && place < bound.place) kept &= ~(1u << i);
+    }
+  }
+  return kept;
+}
+
+// The sum of `count` over the lanes of a row up to this one, and over all four.
+__device__ __forceinline__ int sum_in_row(int count, int& total) {
+  const int lane = threadIdx.x % 4;
+  int sum = count;
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, step, 4);
+    sum += lane >= step ? other : 0;
+  }
+  total = __shfl_sync(0xffffffffu, sum, 3, 4);
+  return sum;
+}
+
+// Candidates on their way into memory: a warp collects those of its 16 rows in shared memory, [16, kRoom] entries, and writes
+// them down together.
+struct StagedCandidates {
+  static constexpr int kRoom = 64, kBytes = 16 * kRoom * static_cast<int>(sizeof(IndexEntry));
+  IndexEntry* staged;
+  int64_t first_row;      // in this part
+  int count[2] = {0, 0};  // of the lane's rows
+
+  __device__ __forceinline__ StagedCandidates(IndexEntry* memory, int64_t row) : staged(memory), first_row(row) {}
+
+  // Row lane / 4 + 8 r of the warp.
+  template <int kColumns>
+  __device__ __forceinline__ void add(const IndexCall& call, const IndexEntry& bound, int r, const float (&x)[kColumns][2],
+                                      int first) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t kept = behind_no_bound(call, bound, x, first);
+    int total;
+    const int sum = sum_in_row(__popc(kept), total);
+    if (__any_sync(0xffffffffu, count[r] + total > kRoom)) flush(call);
+    IndexEntry* to = staged + (lane / 4 + 8 * r) * kRoom + count[r] + sum - __popc(kept);
+    int place = first + lane % 4 * 2;
+    count[r] += total;
+    if (kept == 0) return;
+#pragma unroll
+    for (int i = 0; i < 2 * kColumns; ++i) {
+      if (kept >> i & 1) *to++ = {x[i / 2][i % 2], (place + 8 * (i / 2) + i % 2) >> call.log2_score_block};
+    }
+  }
+  __device__ __forceinline__ void flush(const IndexCall& call) {
+    __syncwarp();
+    const int lane = threadIdx.x % 32;
+    const int low = __shfl_sync(0xffffffffu, count[0], lane % 8 * 4), high = __shfl_sync(0xffffffffu, count[1], lane % 8 * 4);
+    const int mine = lane < 8 ? low : lane < 16 ? high : 0;  // of row `lane`
+    const int from = mine > 0 ? atomicAdd(call.counts + first_row + lane, mine) : 0;
+    const int capacity = static_cast<int>(call.sample.capacity);
+    for (int row = 0; row < 16; ++row) {
+      const int entries = __shfl_sync(0xffffffffu, mine, row), at = __shfl_sync(0xffffffffu, from, row);
+      float2* const to = reinterpret_cast<float2*>(call.candidates + (first_row + row) * capacity);
+      for (int i = lane; i < entries && at + i < capacity; i += 32)
+        to[at + i] = reinterpret_cast<float2*>(staged + row * kRoom)[i];
+    }
+    __syncwarp();
+    count[0] = count[1] = 0;
+  }
+};
+
+// The same at once, for kernels in which several warps share a row.
 template <int kColumns>
 __device__ __forceinline__ void add_candidates(const IndexCall& call, const ScoreRow<true>& row, const float (&x)[kColumns][2],
                                                int first) {
   const int lane = threadIdx.x % 32, own = first + lane % 4 * 2;
-  uint32_t kept = 0;
-#pragma unroll
-  for (int i = 0; i < 2 * kColumns; ++i) {
-    const float score = x[i / 2][i % 2];
-    const int place = (own + 8 * (i / 2) + i % 2) >> call.log2_score_block;
-    if (score >= row.bound.score && (score > row.bound.score || place >= row.bound.place)) kept |= 1u << i;
-  }
-  if (!row.is_real) kept = 0;
-  const int count = __popc(kept);
-  int sum = count;  // over the lanes of the row up to this one
-  const int one = __shfl_up_sync(0xffffffffu, sum, 1, 4);
-  sum += lane % 4 >= 1 ? one : 0;
-  const int two = __shfl_up_sync(0xffffffffu, sum, 2, 4);
-  sum += lane % 4 >= 2 ? two : 0;
-  int from = 0;
-  if (lane % 4 == 3 && sum > 0) from = atomicAdd(call.counts + row.number, sum);
-  int at = __shfl_sync(0xffffffffu, from, 3, 4) + sum - count;
+  const uint32_t kept = behind_no_bound(call, row.bound, x, first);
+  int total, from = 0;
+  const int sum = sum_in_row(__popc(kept), total);
+  if (lane % 4 == 3 && total > 0) from = atomicAdd(call.counts + row.number, total);
+  int at = __shfl_sync(0xffffffffu, from, 3, 4) + sum - __popc(kept);
   const int capacity = static_cast<int>(call.sample.capacity);
   IndexEntry* const to = call.candidates + row.number * capacity;
 #pragma unroll
@@ -135,20 +210,23 @@ __device__ __forceinline__ void add_candidates(const IndexCall& call, const Scor
   }
 }
 
-// x: the weighted sums of a row's columns first + 8 n + lane % 4 * 2 + {0, 1}. All lanes of a warp come here together.
+// Makes scores of the weighted sums of a row's columns first + 8 n + lane % 4 * 2 + {0, 1}, -inf where a key does not compete,
+// and the largest of a block of it. All lanes of a warp come here together.
 template <int kColumns, bool kKeepsBest>
 __device__ __forceinline__ void finish_row(const IndexCall& call, const ScoreGroup& group, const ScoreRow<kKeepsBest>& row,
                                            float (&x)[kColumns][2], int first) {
   const int own = first + static_cast<int>(threadIdx.x) % 4 * 2;
   const CompetingRows& in = row.in;
-  const int last = first + 8 * kColumns;
-  const bool all_are_in = kKeepsBest && !group.start && !group.end &&
-                          ((first >= in.first && last <= in.end) || (first >= in.later && last <= in.later_end));
+  const int least = least_key_from<kKeepsBest>(call, first), most = least_key_from<kKeepsBest>(call, first + 8 * kColumns);
+  const bool all_are_in = !group.start && !group.end && most <= call.p.keys &&
+                          ((least >= in.first && most <= in.end) || (least >= in.later && most <= in.later_end));
+  if (group.slope != 0.0f) {
 #pragma unroll
-  for (int i = 0; i < 2 * kColumns; ++i) {
-    const int key = key_of_column<kKeepsBest>(call, own + 8 * (i / 2) + i % 2);
-    const float distance = static_cast<float>((key << group.log2_width) - row.position) + group.middle;
-    x[i / 2][i % 2] = fmaf(group.slope, distance, x[i / 2][i % 2]);
+    for (int i = 0; i < 2 * kColumns; ++i) {
+      const int key = key_of_column<kKeepsBest>(call, own + 8 * (i / 2) + i % 2);
+      const float distance = static_cast<float>((key << group.log2_width) - row.position) + group.middle;
+      x[i / 2][i % 2] = fmaf(group.slope, distance, x[i / 2][i % 2]);
+    }
   }
   if (!all_are_in) {
 #pragma unroll
@@ -157,16 +235,10 @@ __device__ __forceinline__ void finish_row(const IndexCall& call, const ScoreGro
       bool is_in = (key >= in.first && key < in.end) || (key >= in.later && key < in.later_end);
       if (group.start) is_in = is_in && group.start[key] <= row.position;
       if (group.end) is_in = is_in && row.position < group.end[key];
-      const float score = x[i / 2][i % 2];
-      x[i / 2][i % 2] = is_in && score > negative_infinity() ? score : negative_infinity();
+      x[i / 2][i % 2] = is_in ? x[i / 2][i % 2] : negative_infinity();
     }
   }
   if (call.log2_score_block > 0) keep_largest(x, call.log2_score_block);
-  if constexpr (kKeepsBest) {
-    add_candidates(call, row, x, first);
-  } else if (row.is_real) {
-    store_scores(call, x, call.scores + row.number * call.row_stride, first);
-  }
 }
 
 }  // namespace dmattn::cuda

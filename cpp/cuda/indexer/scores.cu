@@ -49,7 +49,7 @@ __device__ __forceinline__ void copy_index_queries(const IndexCall& call, const 
 }
 
 // The keys of columns first_column .. + kKeys - 1.
-template <int kWidth, int kKeys, bool kKeepsBest>
+template <int kWidth, int kKeys, int kThreads, bool kKeepsBest>
 __device__ __forceinline__ void copy_index_keys(const IndexCall& call, const IndexQueries& at, uint32_t tile, int first_column) {
   const IndexTopKParams& p = call.p;
   const char* const from = sm80::rows_of_head(p.key, at.batch, at.group);
@@ -90,7 +90,7 @@ __global__ __launch_bounds__(kThreads) void index_scores_kernel(const __grid_con
   const uint32_t keys = shared_address(shared), queries = keys + Shape::kKeyBytes;
   const int warp = static_cast<int>(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int warp_row = warp / 4 * 32, warp_key = warp % 4 * (8 * kColumns);
-  copy_index_keys<Shape::kWidth, Shape::kKeys, kKeepsBest>(call, at, keys, first_column);
+  copy_index_keys<Shape::kWidth, Shape::kKeys, kThreads, kKeepsBest>(call, at, keys, first_column);
   copy_index_queries<T, kSteps>(call, at, queries, 0);
   copy_async_commit();
 
@@ -138,13 +138,19 @@ __global__ __launch_bounds__(kThreads) void index_scores_kernel(const __grid_con
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) of_row[n][0] = scores[m][n][2 * r], of_row[n][1] = scores[m][n][2 * r + 1];
     finish_row(call, group, row, of_row, first_column + warp_key);
+    if constexpr (kKeepsBest) {
+      add_candidates(call, row, of_row, first_column + warp_key);
+    } else if (row.is_real) {
+      store_scores(call, of_row, call.scores + row.number * call.row_stride, first_column + warp_key);
+    }
   }
 }
 
-// Few heads of kSteps times 16 dimensions.
-template <int kSteps>
+// Few heads of kSteps times 16 dimensions: a block of four warps.
+template <bool kKeepsBest>
 struct FewHeads {
-  static constexpr int kHeads = 4, kKeys = 128, kColumns = 8, kBytes = 2 * kKeys * 64 * 2;
+  static constexpr int kHeads = 4, kThreads = 128, kKeys = 64, kColumns = kKeys / 8, kKeyBytes = kKeys * 64 * 2;
+  static constexpr int kBytes = 2 * kKeyBytes + (kKeepsBest ? kThreads / 32 * StagedCandidates::kBytes : 0);
 };
 
 // The 16 queries of a warp, of all heads, as operands of mma; zero where there is no query, head or dimension. Where the scale is
@@ -176,11 +182,11 @@ __device__ __forceinline__ void load_few_queries(const IndexCall& call, const In
   }
 }
 
-// The weighted sums of 16 queries and 64 keys of a tile, from warp_key on.
+// The weighted sums of 16 queries and a tile of keys. Heads that there are not count for nothing, also where a key is infinite.
 template <class T, int kSteps, int kHeads, int kColumns>
-__device__ __forceinline__ void sum_few_heads(const uint32_t (&a)[kHeads][kSteps][4], const float (&weight)[kHeads][2],
-                                              uint32_t keys, int warp_key, float (&sums)[kColumns][4]) {
-  const Fragment<64> b = Fragment<64>::wide(keys, warp_key, 0);
+__device__ __forceinline__ void sum_few_heads(const uint32_t (&a)[kHeads][kSteps][4], const float (&weight)[kHeads][2], int heads,
+                                              uint32_t keys, float (&sums)[kColumns][4]) {
+  const Fragment<64> b = Fragment<64>::wide(keys, 0, 0);
 #pragma unroll
   for (int n = 0; n < kColumns; n += 2) {
     uint32_t of_keys[kSteps][4];
@@ -188,6 +194,7 @@ __device__ __forceinline__ void sum_few_heads(const uint32_t (&a)[kHeads][kSteps
     for (int k = 0; k < kSteps; ++k) load_matrix(of_keys[k], b.step(8 * n, 2 * k));
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
+      if (head >= heads) break;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float products[4];
@@ -204,12 +211,12 @@ __device__ __forceinline__ void sum_few_heads(const uint32_t (&a)[kHeads][kSteps
   }
 }
 
-// As index_scores_kernel. Blocks of threads share the tiles of keys (x) of a tile of queries (y).
+// As index_scores_kernel. Blocks of threads share the tiles of keys (x) of a tile of queries (y); each warp has 16 queries.
 template <class T, int kSteps, bool kKeepsBest>
-__global__ __launch_bounds__(kThreads, kSteps <= 2 ? 2 : 1) void index_few_heads_kernel(const __grid_constant__ IndexCall call) {
-  using Shape = FewHeads<kSteps>;
+__global__ __launch_bounds__(128, kSteps <= 2 ? 4 : 2) void index_few_heads_kernel(const __grid_constant__ IndexCall call) {
+  using Shape = FewHeads<kKeepsBest>;
   constexpr int kColumns = Shape::kColumns, kKeys = Shape::kKeys;
-  __shared__ __align__(128) uint8_t shared[Shape::kBytes];
+  extern __shared__ __align__(128) uint8_t shared[];
   const IndexTopKParams& p = call.p;
   const int tile = static_cast<int>(gridDim.y - 1 - blockIdx.y);  // the longest first
   const IndexQueries at(call, tile);
@@ -220,36 +227,46 @@ __global__ __launch_bounds__(kThreads, kSteps <= 2 ? 2 : 1) void index_few_heads
   if (least_key_from<kKeepsBest>(call, first_column) >= end) return;
 
   const uint32_t keys = shared_address(shared);
-  const int warp = static_cast<int>(threadIdx.x / 32), warp_row = warp / 2 * 16, warp_key = warp % 2 * 64;
-  copy_index_keys<64, kKeys, kKeepsBest>(call, at, keys, first_column);
+  const int warp = static_cast<int>(threadIdx.x / 32), warp_row = warp * 16;
+  copy_index_keys<64, kKeys, Shape::kThreads, kKeepsBest>(call, at, keys, first_column);
   copy_async_commit();
   uint32_t a[Shape::kHeads][kSteps][4];
   float weight[Shape::kHeads][2];
   load_few_queries<T>(call, at, warp_row, rows, a, weight);
+  const int heads = static_cast<int>(p.heads);
   const ScoreGroup group(p, at);
   const int lane_row = warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
   const ScoreRow<kKeepsBest> rows_of_lane[2] = {{call, at, tile, lane_row, rows}, {call, at, tile, lane_row + 8, rows}};
+  StagedCandidates candidates(reinterpret_cast<IndexEntry*>(shared + 2 * Shape::kKeyBytes) + warp_row * StagedCandidates::kRoom,
+                              static_cast<int64_t>(tile) * kIndexTileQueries + warp_row);
 
   for (uint32_t buffer = 0; least_key_from<kKeepsBest>(call, first_column) < end; first_column += step, buffer ^= 1) {
     const int next = first_column + step;
     if (least_key_from<kKeepsBest>(call, next) < end) {
-      copy_index_keys<64, kKeys, kKeepsBest>(call, at, keys + (buffer ^ 1) * (kKeys * 128), next);
+      copy_index_keys<64, kKeys, Shape::kThreads, kKeepsBest>(call, at, keys + (buffer ^ 1) * Shape::kKeyBytes, next);
     }
     copy_async_commit();
     copy_async_wait<1>();
     __syncthreads();
     float sums[kColumns][4];
-    sum_few_heads<T>(a, weight, keys + buffer * (kKeys * 128), warp_key, sums);
+    sum_few_heads<T>(a, weight, heads, keys + buffer * Shape::kKeyBytes, sums);
+    __syncthreads();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float of_row[kColumns][2];
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) of_row[n][0] = sums[n][2 * r], of_row[n][1] = sums[n][2 * r + 1];
-      finish_row(call, group, rows_of_lane[r], of_row, first_column + warp_key);
+      const ScoreRow<kKeepsBest>& row = rows_of_lane[r];
+      finish_row(call, group, row, of_row, first_column);
+      if constexpr (kKeepsBest) {
+        candidates.add(call, row.bound, r, of_row, first_column);
+      } else if (row.is_real) {
+        store_scores(call, of_row, call.scores + row.number * call.row_stride, first_column);
+      }
     }
-    __syncthreads();
   }
   copy_async_wait<0>();
+  if constexpr (kKeepsBest) candidates.flush(call);
 }
 
 // The columns of a row: all keys, or those of a sample.
@@ -273,17 +290,20 @@ cudaError_t launch_scores(const IndexCall& call, cudaStream_t stream) {
 
 template <class T, int kSteps, bool kKeepsBest>
 cudaError_t launch_few_heads(const IndexCall& call, cudaStream_t stream) {
-  constexpr int64_t kEnoughBlocks = 2048, kKeys = FewHeads<kSteps>::kKeys;
-  const int64_t most = (columns_of<kKeepsBest>(call) + kKeys - 1) / kKeys;
-  const int64_t parts = std::min(most, (kEnoughBlocks + call.tiles - 1) / call.tiles);
-  index_few_heads_kernel<T, kSteps, kKeepsBest>
-      <<<dim3(grid_of(parts), static_cast<unsigned>(call.tiles)), kThreads, 0, stream>>>(call);
+  using Shape = FewHeads<kKeepsBest>;
+  constexpr int64_t kEnoughBlocks = 4096;
+  static KernelAttribute known;
+  const cudaError_t status = allow_shared_bytes(known, index_few_heads_kernel<T, kSteps, kKeepsBest>, Shape::kBytes);
+  if (status != cudaSuccess) return status;
+  const int64_t most = (columns_of<kKeepsBest>(call) + Shape::kKeys - 1) / Shape::kKeys;
+  const dim3 grid(grid_of(std::min(most, (kEnoughBlocks + call.tiles - 1) / call.tiles)), static_cast<unsigned>(call.tiles));
+  index_few_heads_kernel<T, kSteps, kKeepsBest><<<grid, Shape::kThreads, Shape::kBytes, stream>>>(call);
   return cudaGetLastError();
 }
 
 template <class T, bool kKeepsBest>
 cudaError_t launch_scores_of(const IndexCall& call, cudaStream_t stream) {
-  const bool has_few_heads = call.p.heads <= FewHeads<2>::kHeads;
+  const bool has_few_heads = call.p.heads <= FewHeads<kKeepsBest>::kHeads;
   if (call.p.head_dim <= 32) {
     return has_few_heads ? launch_few_heads<T, 2, kKeepsBest>(call, stream) : launch_scores<T, 2, kKeepsBest>(call, stream);
   }
