@@ -22,13 +22,13 @@ TABLE = re.compile(r"<!-- bench:([\w-]+) -->.*?<!-- /bench:\1 -->", re.DOTALL)
 # Times, sizes in bytes, rates, shares and speedups, in digits or in words: "12 ms", "2 to 3 times", "1.5-2x", "9%", "twice", "five minutes".
 NUMBER = r"(?<![\w.^/-])\d[\d,.]*"
 WORD = r"\b(?:an?|one|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|fifty|hundred|few|several|many)"
-RANGE = r"(?:\s?(?:-|–|to|or|and)\s?(?:a|\d[\d,.]*))*"
+RANGE = r"(?:\s?(?:-|\u2013|to|or|and)\s?(?:a|\d[\d,.]*))*"
 UNIT = (
     r"(?:[nuµm]s|s|sec(?:ond)?s?|min(?:ute)?s?|hours?|days?|[KMGT]i?B(?:/s)?|[KMGT]?FLOPs?(?:/s)?|percent|per cent|times|fold"
     r"|tokens(?:/s| (?:per|a) second)|bits per byte)(?!\w)"
 )
 MEASURED = re.compile(
-    rf"{NUMBER}{RANGE}(?:\s?%(?!\w)|\s?[x×](?!\w|\s?\d)|[\s-]{UNIT})"
+    rf"{NUMBER}{RANGE}(?:\s?%(?!\w)|\s?[x\u00d7](?!\w|\s?\d)|[\s-]{UNIT})"
     rf"|{WORD}(?: (?:to|or) {WORD[2:]})?[\s-](?:minutes?|hours?|days?|percent|per cent|times)\b|{WORD[:2]}\w+fold\b"
     r"|\b(?:twice|thrice|doubles?|doubled|triples?|tripled|halves|halved|half as|orders? of magnitude)\b",
     re.IGNORECASE,
