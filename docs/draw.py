@@ -448,8 +448,18 @@ def evicted() -> Drawing:
     d.line(most, y - 8, most, bottom, INK, dashed=True)
     d.text(most, y - 14, f"{budget} + {every} slots", 12, "middle")
     d.text(side, bottom + 18, "keys in the cache, by query", 12)
-    d.text(x, bottom + 46, "A bar is a key, from the query at its own position to the last one before the decision that evicts it.", 13)
-    d.text(x, bottom + 64, "It never comes back, so the policy is an interval mask, and a cache needs no more slots than the dashed line.", 13)
+    d.text(
+        x,
+        bottom + 46,
+        "A bar is a key, from the query at its own position to the last one before the decision that evicts it.",
+        13,
+    )
+    d.text(
+        x,
+        bottom + 64,
+        "It never comes back, so the policy is an interval mask, and a cache needs no more slots than the dashed line.",
+        13,
+    )
     return d
 
 
@@ -498,7 +508,11 @@ def alignment() -> Drawing:
                 at = key == query + offset
                 fill = (ORANGE if at else BLUE) if key <= query + offset else PALE
                 d.rect(x + key * cell + 1, y + query * cell + 1, cell - 2, cell - 2, fill, radius=3)
-    words = ((BLUE, "visible"), (ORANGE, "the key at the query's own position"), (PALE, "hidden; with Sq > Sk the first queries see no key"))
+    words = (
+        (BLUE, "visible"),
+        (ORANGE, "the key at the query's own position"),
+        (PALE, "hidden; with Sq > Sk the first queries see no key"),
+    )
     for fill, name, x in zip(*zip(*words, strict=True), (40, 150, 460), strict=True):
         d.rect(x, 272, 14, 14, fill, radius=2)
         d.text(x + 20, 284, name, 13)
