@@ -45,6 +45,14 @@ def test_training_from_scratch_learns_alone_and_on_ranks(world):
     assert last < 0.6 * first
 
 
+def test_layers_on_ranks_compute_what_one_process_does():
+    """The example compares by itself."""
+    given = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "layers_on_ranks.py")]
+    ran = subprocess.run(given, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert len(re.findall(r"rank [01], \w+: loss", ran.stdout)) == 4
+
+
 def test_training_from_scratch_fits_on_a_page():
     _, _, program = (EXAMPLES / "train_from_scratch.py").read_text().split('"""', 2)
     assert len([line for line in program.splitlines() if line.strip() and not line.lstrip().startswith("#")]) <= 60
