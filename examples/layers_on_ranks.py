@@ -1,4 +1,4 @@
-"""Layers whose scores or lists are learned, on ranks that share a pack of documents. Each rank gets its chunk of what one process computes.
+"""Layers whose scores or lists are learned, on ranks that share a pack: each gets its chunk of what one process computes.
 
 torchrun --nproc-per-node 2 examples/layers_on_ranks.py
 """
@@ -20,7 +20,7 @@ for layer, loss_of in (
     (DynamicMaskAttention.recommended(64, 4, visible=32), "with_score_loss"),
     (IndexedAttention.recommended(64, 4, visible=32), "with_index_loss"),
 ):
-    model = DistributedDataParallel(layer)  # or fully_shard(layer): both average the gradients of the chunks
+    model = DistributedDataParallel(layer)  # or fully_shard: both average the chunks' gradients
     out, loss = model(chunk, documents, group=group, **{loss_of: True})
     (out.square().mean() + loss).backward()
 

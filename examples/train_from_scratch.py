@@ -1,7 +1,7 @@
-"""Trains a language model of bytes with the recommended settings, on packs of documents: less than a minute on two cores.
+"""Trains a language model of bytes on packs of documents: less than a minute on two cores.
 
 python examples/train_from_scratch.py
-torchrun --nproc-per-node 2 examples/train_from_scratch.py  # ranks share each pack (context parallelism) and the weights (FSDP2)
+torchrun --nproc-per-node 2 examples/train_from_scratch.py    # context parallelism and FSDP2
 """
 
 import os
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 STEPS, LENGTH, WIDTH, HEADS, LAYERS, VISIBLE = 60, 1024, 128, 4, 2, 64
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
 
 
 class Block(nn.Module):
@@ -57,16 +57,16 @@ others = [weight for name, weight in model.named_parameters() if not name.endswi
 groups = [{"params": others, "weight_decay": 0.1}, {"params": slopes, "lr": 6e-3, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=2e-3)
 
-# The topics of Python's help, one document each: all their bytes, and the document that each byte belongs to.
+# The topics of Python's help, a document each: all their bytes, and the number of each byte's document.
 topics = [topic.encode() for topic in pydoc_data.topics.topics.values()]
 text = torch.tensor(list(b"".join(topics)))
 ids = torch.arange(len(topics)).repeat_interleave(torch.tensor([len(topic) for topic in topics]))
-starts = torch.randint(len(text) - LENGTH, (STEPS,)).tolist()  # the same on every rank, which takes its chunk of each pack
+starts = torch.randint(len(text) - LENGTH, (STEPS,)).tolist()  # of the packs, the same on every rank
 for step, first in enumerate(starts):
     pack, own = text[first : first + LENGTH + 1], ids[first : first + LENGTH + 1]
     documents = dmattn.IntervalMask.documents(LENGTH, ids=own[:-1].to(DEVICE))  # of the whole pack
-    labels = pack[1:].masked_fill(own[1:] != own[:-1], -100)  # no document predicts the first byte of the next one
-    tokens, labels = (each.chunk(WORLD)[RANK].to(DEVICE) for each in (pack[:-1], labels))
+    labels = pack[1:].masked_fill(own[1:] != own[:-1], -100)  # no document predicts the next one
+    tokens, labels = (each.chunk(WORLD)[RANK].to(DEVICE) for each in (pack[:-1], labels))  # of this rank
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
         loss, score_loss = model(tokens[None], labels, documents)
     (loss + score_loss).backward()
