@@ -36,6 +36,8 @@ autodoc_member_order = "bysource"
 napoleon_use_ivar = True
 nitpicky = False
 
+MOVED = {"explorer": "masks.html#try-one", "adding_an_op": "code.html#add-an-op"}
+
 
 def with_numbers(app: Any, name: str, source: list[str]) -> None:
     """Every table and number as the committed results have it; one that is missing, or has no result behind it, fails the build."""
@@ -44,6 +46,13 @@ def with_numbers(app: Any, name: str, source: list[str]) -> None:
     source[0] = cited.without_marks(report.rewritten(source[0], ROOT / report.RESULTS))
 
 
+def redirect(app: Any, error: Exception | None) -> None:
+    """Pages that were merged into others still open."""
+    for name, target in MOVED.items():
+        (Path(app.outdir) / f"{name}.html").write_text(f'<meta http-equiv="refresh" content="0; url={target}">\n')
+
+
 def setup(app: Any) -> None:
     app.connect("builder-inited", lambda _: errors_of.write(ROOT / "docs/generated"))
     app.connect("source-read", with_numbers)
+    app.connect("build-finished", redirect)

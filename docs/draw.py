@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from dmattn import eviction
 from dmattn.nn import WindowSchedule
 from dmattn_bench.style import BASELINES, BLUE, GREEN, INK, LINE, ORANGE, OURS, OURS_TOO, PALE, WHITE, short
 
@@ -422,6 +424,101 @@ def gradients() -> Drawing:
     return d
 
 
+def evicted() -> Drawing:
+    d = Drawing(860, 430, "Keys that a policy evicts, and the slots that a cache needs")
+    torch.manual_seed(9)
+    count, budget, every, cell, x, y = 16, 5, 4, 18, 96, 64
+    policy = eviction.H2O(budget=budget, every=every, local=2)
+    mask = eviction.lifetimes(policy, *(2 * torch.randn(1, 1, count, 8) for _ in range(3)))
+    spans = [(key, min(int(end), count)) for key, end in enumerate(mask.end[0, 0])]
+    d.text(x, 32, f"After every {every} tokens the {budget} best keys stay, and the others are evicted", 16, bold=True)
+    picture(d, x, y, cell, spans, BLUE)
+    side, bottom, slot = x + count * cell + 90, y + count * cell, 22
+    for query in range(0, count, every):
+        d.text(x - 10, y + query * cell + 13, f"query {query}", 12, "end")
+        d.text(x + query * cell + cell / 2, bottom + 18, f"key {query}", 12, "middle")
+        if query:
+            d.line(x, y + query * cell, side - 22, y + query * cell, ORANGE, dashed=True)
+            d.text(side - 18, y + query * cell + 4, "decision", 12, fill=ORANGE)
+    side += 60
+    for query in range(count):
+        held = sum(start <= query < end for start, end in spans)
+        d.rect(side, y + query * cell + 2, held * slot, cell - 4, GREEN, radius=3)
+    most = side + (budget + every) * slot
+    d.line(most, y - 8, most, bottom, INK, dashed=True)
+    d.text(most, y - 14, f"{budget} + {every} slots", 12, "middle")
+    d.text(side, bottom + 18, "keys in the cache, by query", 12)
+    d.text(
+        x,
+        bottom + 46,
+        "A bar is a key, from the query at its own position to the last one before the decision that evicts it.",
+        13,
+    )
+    d.text(
+        x,
+        bottom + 64,
+        "It never comes back, so the policy is an interval mask, and a cache needs no more slots than the dashed line.",
+        13,
+    )
+    return d
+
+
+def backward() -> Drawing:
+    d = Drawing(860, 420, "How a backward kernel divides the work")
+    count, cell, x, y, own = 5, 50, 110, 84, 2
+    d.text(40, 32, "A block owns one tile of keys and loops over the queries that see it", 16, bold=True)
+    right, bottom = x + count * cell, y + count * cell
+    for tile in range(count):
+        d.text(x + (tile + 0.5) * cell, y - 10, f"keys {tile}", 12, "middle")
+        d.text(x - 10, y + (tile + 0.5) * cell + 4, f"queries {tile}", 12, "end")
+        for row in range(count):
+            seen = row >= tile
+            fill = (ORANGE if tile == own else BLUE) if seen else PALE
+            d.rect(x + tile * cell + 2, y + row * cell + 2, cell - 4, cell - 4, fill, radius=4)
+            if seen:
+                d.text(x + (tile + 0.5) * cell, y + (row + 0.5) * cell + 5, str(tile + 1), 14, "middle", WHITE)
+    for row in range(own, count):
+        d.line(right + 6, y + (row + 0.5) * cell, right + 66, y + (row + 0.5) * cell, arrow=True)
+    for row in range(count):
+        d.rect(right + 70, y + row * cell + 4, 150, cell - 8, WHITE, GREEN, 6)
+        d.text(right + 145, y + (row + 0.5) * cell + 5, f"grad_query {row}", 13, "middle")
+    d.text(right + 240, y + 22, "float32 sums in global memory:", 13)
+    d.text(right + 240, y + 42, "the block adds its part to", 13)
+    d.text(right + 240, y + 62, "every row that it visits", 13)
+    d.line(x + (own + 0.5) * cell, bottom + 4, x + (own + 0.5) * cell, bottom + 24, arrow=True)
+    d.rect(x + (own + 0.5) * cell - 105, bottom + 28, 210, 36, WHITE, ORANGE, 6)
+    d.text(x + (own + 0.5) * cell, bottom + 51, f"grad_key {own}, grad_value {own}", 13, "middle")
+    d.text(x + (own + 0.5) * cell + 122, bottom + 51, "sums in registers, written once, when the loop ends", 13)
+    d.text(right + 240, y + 112, "Numbers: with deterministic=True", 13)
+    d.text(right + 240, y + 132, "a row takes its parts in this", 13)
+    d.text(right + 240, y + 152, "order; else as blocks get there", 13)
+    return d
+
+
+def alignment() -> Drawing:
+    d = Drawing(860, 300, "Which key a query stands at")
+    cases = (("Sq = Sk", 6, 6, 0), ("Sq < Sk", 3, 6, 3), ("Sq > Sk", 8, 5, -3), ("torch's SDPA, Sq < Sk", 3, 6, 0))
+    cell, y = 22, 84
+    d.text(40, 32, "Causal: the last query stands at the last key", 16, bold=True)
+    for number, (name, queries, keys, offset) in enumerate(cases):
+        x = 40 + number * 200
+        d.text(x, y - 18, name, 14)
+        for query in range(queries):
+            for key in range(keys):
+                at = key == query + offset
+                fill = (ORANGE if at else BLUE) if key <= query + offset else PALE
+                d.rect(x + key * cell + 1, y + query * cell + 1, cell - 2, cell - 2, fill, radius=3)
+    words = (
+        (BLUE, "visible"),
+        (ORANGE, "the key at the query's own position"),
+        (PALE, "hidden; with Sq > Sk the first queries see no key"),
+    )
+    for fill, name, x in zip(*zip(*words, strict=True), (40, 150, 460), strict=True):
+        d.rect(x, 272, 14, 14, fill, radius=2)
+        d.text(x + 20, 284, name, 13)
+    return d
+
+
 FIGURES = {
     "lifetime": lifetime,
     "composition": composition,
@@ -433,6 +530,9 @@ FIGURES = {
     "teaching": teaching,
     "schedule": schedule,
     "gradients": gradients,
+    "evicted": evicted,
+    "backward": backward,
+    "alignment": alignment,
 }
 
 

@@ -19,8 +19,19 @@ from dmattn_bench.tables import duration, ratio
 PLACE = re.compile(r"<!-- n: (\S+) (.+?) \| (\w+) -->.*?<!-- /n -->", re.DOTALL)
 STEP = re.compile(r"\[([^]=]+)=([^]]*)\]|\[(\d+)\]|\.(max|sum)\((\w+)\)|\.?([\w-]+|#)")
 TABLE = re.compile(r"<!-- bench:([\w-]+) -->.*?<!-- /bench:\1 -->", re.DOTALL)
+# Times, sizes in bytes, rates, shares and speedups, in digits or in words: "12 ms", "2 to 3 times", "1.5-2x", "9%", "twice", "five minutes".
+NUMBER = r"(?<![\w.^/-])\d[\d,.]*"
+WORD = r"\b(?:an?|one|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|fifty|hundred|few|several|many)"
+RANGE = r"(?:\s?(?:-|\u2013|to|or|and)\s?(?:a|\d[\d,.]*))*"
+UNIT = (
+    r"(?:[nuµm]s|s|sec(?:ond)?s?|min(?:ute)?s?|hours?|days?|[KMGT]i?B(?:/s)?|[KMGT]?FLOPs?(?:/s)?|percent|per cent|times|fold"
+    r"|tokens(?:/s| (?:per|a) second)|bits per byte)(?!\w)"
+)
 MEASURED = re.compile(
-    r"(?<![\w.^/-])\d[\d,.]*(?:x(?!\w)| (?:ms|us|s|MB|GB|GB/s|TFLOP/s|GiB/s|tokens (?:per|a) second|bits per byte|%)(?!\w))"
+    rf"{NUMBER}{RANGE}(?:\s?%(?!\w)|\s?[x\u00d7](?!\w|\s?\d)|[\s-]{UNIT})"
+    rf"|{WORD}(?: (?:to|or) {WORD[2:]})?[\s-](?:minutes?|hours?|days?|percent|per cent|times)\b|{WORD[:2]}\w+fold\b"
+    r"|\b(?:twice|thrice|doubles?|doubled|triples?|tripled|halves|halved|half as|orders? of magnitude)\b",
+    re.IGNORECASE,
 )
 FORMATS: dict[str, Callable[[float], str]] = {
     "int": lambda value: f"{value:,.0f}",
@@ -52,7 +63,7 @@ def without_marks(text: str) -> str:
 
 
 def unsourced(text: str) -> list[str]:
-    """Measured numbers of a page that no result stands behind: times, speedups, rates and shares outside of tables, code and marks."""
+    """Measured numbers of a page that no result stands behind: whatever :data:`MEASURED` finds outside of tables, code and marks."""
     text = re.sub(r"<!-- n: .*?<!-- /n -->|```.*?```|`[^`\n]+`", " ", TABLE.sub(" ", text), flags=re.DOTALL)
     return MEASURED.findall(text)
 

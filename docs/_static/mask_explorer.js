@@ -165,7 +165,9 @@
     form.addEventListener("submit", (event) => event.preventDefault());
     canvas.addEventListener("mousemove", (event) => show(Math.min(s.n - 1, Math.floor((event.offsetY / canvas.clientHeight) * s.n))));
     canvas.addEventListener("mouseleave", () => show(-1));
-    window.addEventListener("hashchange", () => show((s = settingsOf(window.location.hash)).query));
+    window.addEventListener("hashchange", () => {
+      if (window.location.hash.includes("=")) show((s = settingsOf(window.location.hash)).query); // else a heading of the page
+    });
     window.addEventListener("resize", () => show(shown));
     show(s.query);
   }

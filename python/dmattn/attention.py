@@ -141,9 +141,10 @@ def dynamic_mask_attention(
 
     The same as ``attention(query, key, value, mask, key_bias=scores)`` with ``mask = IntervalMask.top_k(scores, window, is_causal, base,
     local=local, sink_keys=sink_keys)``.
-    So a score of -inf hides a key from the local window and as a sink, too, as the logit that it is, and NaN spreads from there. A score of
-    +inf wins its place, but as a logit it makes NaN of the queries that see it, as in torch: keep a key by a large finite score, or select with
-    ``top_k`` and give other logits.
+
+    Because scores are logits, too, a score of -inf hides its key from all queries, also in the local window and as a sink, and NaN spreads to
+    those that see it. A score of +inf is always selected, but as a logit it gives NaN, as in torch. To keep a key, give it a large finite
+    score, or select with ``top_k`` and add other logits.
 
     Args:
         query: [B, H, Sq, D].

@@ -39,19 +39,21 @@ class BoundedCache(nn.Module):
         head_dim: size D of keys, a multiple of 8 up to 256.
         value_dim: size Dv of values, likewise; default D.
         local: number of latest keys that are visible whatever their scores.
-        sink_keys: number of first keys that are.
+        sink_keys: number of first keys that are visible whatever their scores.
         rewind: number of latest tokens that :meth:`rewind` can take back.
         dtype: of keys and values; default torch's. Scores are float32 (float64 for float64).
         device: of all tensors.
 
     Attributes:
-        key, value: [B, Hkv, N, D or Dv] with N = sink_keys + local + window + rewind slots. Position p lies in slot p if p < sink_keys, in slot
+        key: [B, Hkv, N, D] with N = sink_keys + local + window + rewind slots. Position p lies in slot p if p < sink_keys, in slot
             ``sink_keys + (p - sink_keys) % local`` while it is among the latest ``local``, and afterwards in the slot of the key that it pushed
             out. The last ``rewind`` slots hold what died in the last ``rewind`` steps. Empty slots hold zeros.
+        value: [B, Hkv, N, Dv], in the same slots.
         score: [B, Hkv, N], -inf in empty slots.
         position: int32 [B, Hkv, N], the position of each slot's key in its sequence, -1 in empty slots.
         entered: int32 [B, Hkv, rewind], which slot of selected keys was written at each of the last steps, -1 for none.
-        steps, kept: int32 [B, Hkv], tokens taken in, and how many of them can be taken back; the same for all heads of a sequence.
+        steps: int32 [B, Hkv], how many tokens were taken in; the same for all heads of a sequence.
+        kept: int32 [B, Hkv], how many of them can be taken back.
 
     Raises:
         TypeError: a size is no int, or dtype is none that keys can have.

@@ -72,8 +72,8 @@ def index_loss(
             are taken.
         is_causal, base, local, sink_keys, block_size, block_score, query_offset: as of :func:`index_top_k`.
         scale, softcap, key_bias: as of :func:`dmattn.attention`; index products are scaled by ``1 / sqrt(Di)``.
-        sharp: whether a query counts by the attention that it pays to competing keys times the most that it pays one of them, so that
-            those teach most who look for one key. Otherwise all count alike.
+        sharp: if True, a query counts by its attention to competing keys times its largest attention to one of them, so that queries which
+            look for one key teach most. Otherwise all count alike.
 
     Returns:
         [], float32 (float64 for float64 tensors): mean over batch, groups and queries, in nats. Queries without keys that compete count 0, and

@@ -91,19 +91,19 @@ class Stats:
 
     @property
     def effective_density(self) -> float:
-        """The share of all pairs that are computed. What it is above ``density`` is the price of computing queries together."""
+        """The share of all pairs that are computed. The part above ``density`` is what computing queries in tiles costs."""
         return _share(self.computed_pairs, self.query_shape[2] * self.key_shape[2])
 
     @property
     def live_keys_of_a_tile(self) -> float:
-        """Live keys of a row of tiles, in the mean."""
+        """The mean number of live keys of a row of tiles."""
         return _share(self.live_keys, -(-self.query_shape[2] // self.tile[0]))
 
     @property
     def predicted_speedup(self) -> float:
-        """Pairs that dense attention computes for each that this call computes: the speedup of the products alone.
+        """Pairs that dense attention computes for each that this call computes, which is the speedup of the products alone.
 
-        Neither selection, lists of live keys, launches nor the slower loading of scattered rows is in it: an upper bound, see the page
+        It is an upper bound: selection, lists of live keys, launches and the slower loading of scattered rows are not in it. See the page
         "Accuracy and cost". 1 where there are no pairs at all, inf where none of them is visible.
         """
         dense, computed = self.dense_pairs * self.computed_pairs.numel(), int(self.computed_pairs.sum())
@@ -111,7 +111,7 @@ class Stats:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that a forward pass reads and writes if each row of tiles reads its live keys once: query, key, value, out and lse."""
+        """Bytes of query, key, value, out and lse that a forward pass reads and writes if each row of tiles reads its live keys once."""
         batch, heads, queries, size = self.query_shape
         rows = batch * heads * queries
         elements = rows * (size + self.value_dim) + int(self.live_keys.sum()) * (size + self.value_dim)

@@ -102,7 +102,8 @@ def flash_dma_attention(
         return_attn_probs: also return the probabilities, which take memory for every pair: for small cases.
 
     Returns:
-        out [B, S, H, D], or (out, probs), probs [B, H, S, S] of :func:`dmattn.attention_weights`: float32 (float64 for float64), before dropout.
+        out [B, S, H, D], or (out, probs), probs [B, H, S, S] of :func:`dmattn.attention_weights` in float32 (float64 for float64), before
+        dropout.
 
     Raises:
         TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`.

@@ -120,7 +120,7 @@ def flash_attn_varlen_func(
         return_attn_probs: also return lse.
 
     Returns:
-        out [Tq, H, Dv], zero behind the last sequence, or (out, lse [H, Tq], None): there are no weights of packed sequences.
+        out [Tq, H, Dv], zero behind the last sequence, or (out, lse [H, Tq], None), without weights.
 
     Raises:
         TypeError, ValueError: names the argument, what was expected and what it got.

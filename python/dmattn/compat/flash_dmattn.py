@@ -73,7 +73,7 @@ def flash_dmattn_func(
         return_attn_probs: also return lse and the weights.
 
     Returns:
-        out [B, Sq, H, Dv], or (out, lse [B, H, Sq], weights [B, H, Sq, Sk]): memory for every pair, for tests.
+        out [B, Sq, H, Dv], or (out, lse [B, H, Sq], weights [B, H, Sq, Sk]), which takes memory for every pair and is for tests.
 
     Raises:
         TypeError, ValueError: names the argument, what was expected and what it got.

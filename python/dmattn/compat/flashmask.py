@@ -1,6 +1,6 @@
 """FlashMask's ``startend_row_indices`` (arXiv 2410.01359), by PaddlePaddle's name: the rows in which each key is hidden.
 
-Where the rows in which a key is seen are one run, the mask is an :class:`dmattn.IntervalMask`. Where they are two or three, there is a pass for
+Where the rows in which a key is seen are one run, the mask is an :class:`~dmattn.IntervalMask`. Where they are two or three, there is a pass for
 each, and the passes are merged by lse, exactly and with gradients.
 """
 

@@ -33,8 +33,10 @@ class PagePool:
         dtype, device: of keys and values; default torch's.
 
     Attributes:
-        key, value: [pages, page_size, 1, D or Dv], as :func:`dmattn.decode_attention` takes them.
-        position: int32 [pages, page_size]. memory: float32 [pages, page_size]. See :class:`Seen`.
+        key: [pages, page_size, 1, D], as :func:`dmattn.decode_attention` takes it.
+        value: [pages, page_size, 1, Dv], likewise.
+        position: int32 [pages, page_size], see :class:`Seen`.
+        memory: float32 [pages, page_size], see :class:`Seen`.
         free: numbers of the free pages; the last one is taken next.
 
     Raises:
@@ -58,7 +60,7 @@ class PagePool:
         self._is_taken = [False] * pages
 
     def take(self, count: int) -> list[int]:
-        """So many free pages, which are no longer free.
+        """Takes ``count`` of the free pages: their numbers.
 
         Raises:
             TypeError, ValueError: count is no int >= 0.
@@ -164,7 +166,7 @@ class PagedCache:
         del self._sequences[name]
 
     def swap_out(self, name: Hashable) -> None:
-        """Moves a sequence's keys to the CPU and gives its pages back: what preempts it."""
+        """Moves a sequence's keys to the CPU and gives its pages back, so that others can run."""
         sequence = self._present(name)
         index = self._held_rows(sequence)
         sequence.swapped = (*(x[index].cpu() for x in self.pool._rows()), sequence.query.cpu())

@@ -54,7 +54,7 @@ class Seen(NamedTuple):
 class Policy:
     """Decides which keys go: every ``every`` tokens each key head keeps its ``budget`` best keys, and the others are gone for good.
 
-    A subclass says in :meth:`rank` what good is. A key that a decision drops is hidden from all later queries, so every policy makes an
+    A subclass says in :meth:`rank` how good a key is. A key that a decision drops is hidden from all later queries, so every policy makes an
     interval of each key (:func:`lifetimes`), and :class:`EvictionCache` and :class:`PagedCache` hold no more than is visible. A query sees
     the keys kept at the last decision and those after it: at most ``budget + every``.
 
@@ -62,7 +62,7 @@ class Policy:
         budget: keys that a head keeps at a decision, at most.
         every: tokens between two decisions; 0: there is one only where :meth:`EvictionCache.evict` is called.
         local: latest keys that are kept whatever their rank.
-        sink_keys: first keys that are.
+        sink_keys: first keys that are kept whatever their rank.
         floor: the part of the budget that is each head's own. The rest goes to the best keys of all heads of a layer together, whose ranks
             must then be comparable: budgets differ from head to head as in Ada-KV (arXiv 2407.11550). 1: all heads keep equally many.
 

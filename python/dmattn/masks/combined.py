@@ -73,14 +73,14 @@ class CombinedMask(MaskData):
 
     @property
     def query_length(self) -> int:
-        """The number of queries Sq: the block mask's, or the index mask's."""
+        """The number of queries Sq, that of the block mask or the index mask."""
         with_queries = self.index or self.block
         assert with_queries is not None
         return with_queries.query_length
 
     @property
     def key_length(self) -> int | None:
-        """The number of keys Sk: the interval mask's, or the block mask's; None when the mask serves any."""
+        """The number of keys Sk, that of the interval mask or the block mask; None when the mask serves any."""
         # A block mask may serve shorter lengths as well, an interval mask does not.
         length = None if self.interval is None else self.interval.key_length
         return self.block.key_length if length is None and self.block is not None else length

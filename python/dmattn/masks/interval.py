@@ -42,8 +42,8 @@ class IntervalMask(MaskData):
         segments: None, or "causal" or "whole" for a mask whose ``end`` is the end of each key's segment (a document, or what is not padding) and
             before every position for padding: what ``top_k`` accepts as ``base``. In a causal segment a query sees no later keys.
         most_keys: how many keys a query sees at most, as far as the constructors below know it: 2^20 where only the number of keys bounds it,
-            0 where nothing is known (start and end as given, documents, padding). It is a hint to kernels, which list the keys that live
-            where few do: it changes their speed, never a result.
+            0 where nothing is known (start and end as given, documents, padding). It is a hint to kernels, which list live keys
+            where they are few: it changes their speed, never a result.
 
     Raises:
         TypeError: start or end is not a dense int32 tensor.
@@ -305,8 +305,8 @@ class IntervalMask(MaskData):
     ) -> IntervalMask:
         """Dynamic Mask Attention: each query sees the ``window`` best-scored keys among those it may see. Exact.
 
-        A key that falls out of the best ``window`` never comes back, which is why an interval can say it. Equal scores, +inf too: the later
-        key wins. NaN and -inf are never selected. With ``is_causal=False`` one set of keys (per document) serves all queries.
+        A key that falls out of the best ``window`` never comes back, so it is visible to one interval of queries. Of equal scores, +inf
+        too, the later key wins. NaN and -inf are never selected. With ``is_causal=False`` one set of keys (per document) serves all queries.
 
         With ``local`` and ``sink_keys`` the query at position p sees up to ``sink_keys + local + window`` keys of its document: the
         document's first ``sink_keys`` keys, those that the base lets it see in (p - local, p], and the best ``window`` of the others. The
@@ -364,8 +364,8 @@ class IntervalMask(MaskData):
 
     @property
     def is_in_order(self) -> bool:
-        """Whether each query sees keys that lie side by side: known of segments, not asked of the values. It is a hint to kernels, which
-        then take keys in order instead of listing them: it changes their speed, never a result."""
+        """Whether each query is known to see keys that lie side by side, as under masks of segments. It is a hint to kernels, which then take
+        keys in order instead of listing them: it changes their speed, never a result."""
         return self.segments is not None
 
     def serves(self, Sk: int) -> bool:
@@ -409,7 +409,7 @@ class IntervalMask(MaskData):
         return torch.stack((start.expand(shape), end.expand(shape)), dim=2)
 
     def as_base(self, segments: Segments) -> IntervalMask:
-        """The same mask, marked as one of segments, so that ``top_k`` takes it as ``base``: for masks that came as numbers.
+        """The same mask, marked as one of segments, so that ``top_k`` takes it as ``base``: for masks that were given as numbers.
 
         It is up to the caller that each key is visible until the end of its segment, from its own position on ("causal") or from the
         segment's beginning ("whole"), and hidden if it is padding. Under another mask the selection is one that no base would give.
@@ -424,8 +424,7 @@ class IntervalMask(MaskData):
     def shift(self, n: int | Tensor) -> IntervalMask:
         """What this mask shows at a position, shown ``n`` positions later: start and end move, keys stay.
 
-        A mask made for positions that count from elsewhere is brought to the positions of :func:`attention` so;
-        ``attention(query_offset=)`` does it.
+        It brings a mask that counts positions from elsewhere to the positions of :func:`attention`; ``attention(query_offset=)`` does the same.
 
         Args:
             n: an int, or integers [] or [B]; may be negative.

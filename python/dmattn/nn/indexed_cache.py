@@ -45,7 +45,8 @@ class IndexedCache(nn.Module):
         device: of all tensors.
 
     Attributes:
-        key, value: [B, Hkv - local_heads, N + 1, D]; a token's place is its position, the last place is for tokens that are none.
+        key: [B, Hkv - local_heads, N + 1, D]; a token's place is its position, the last place is for tokens that are none.
+        value: [B, Hkv - local_heads, N + 1, D], likewise.
         index_key: [B, G, N + 1, Di].
         length: int32 [B], how many tokens of each sequence were taken in.
         streaming: the cache of the local heads, or None.

@@ -29,7 +29,7 @@ class MixedCache(nn.Module):
     """Two bounded caches as one: that of the first key heads, which stream, and that of the others, which select.
 
     A streaming head keeps ``sink_keys + local`` keys and none of the ``window`` others, so it needs neither memory nor time for them. This is
-    used like a :class:`dmattn.BoundedCache` of all heads, and what is guaranteed of that holds here, too.
+    used like a :class:`dmattn.BoundedCache` of all heads, with the same guarantees.
 
     Args:
         streaming: cache of the first key heads, made with ``window=0``.

@@ -27,9 +27,9 @@ class ScoreRecipe:
         recency: if given, every key head adds ``slope * position`` to scores and logits (ALiBi, arXiv 2108.12409), which favours late keys.
             Slopes are learned (``log_slope``, their logarithms). This is the first head's at first; the others follow geometrically down to
             a 2048th of it. Only in causal layers.
-        local_heads: so many key heads, the first ones, fewer than Hkv, see the local keys and the sinks alone. "half": half of them, rounded
+        local_heads: how many key heads, the first ones, fewer than Hkv, see the local keys and the sinks alone. "half": half of them, rounded
             down, in a layer with ``local``.
-        rotated_heads: so many key heads, the first ones, and their query heads rotate, where the layer has a ``rope_theta``; None for all.
+        rotated_heads: how many key heads, the first ones, rotate with their query heads, where the layer has a ``rope_theta``; None for all.
             "local": the local heads, so that those that select know positions by ``recency`` alone; all where there are no local ones.
         queries, last, sharp: which queries look at all keys for the loss and how they count, as in :func:`score_loss`.
         explore: if True, these queries attend to all keys in all heads, without dropout, in training calls that ask for the loss. So

@@ -61,7 +61,7 @@ def convert(
         window: keys each query selects at most; 0 is allowed with local or sink_keys.
         local: latest keys that every query sees whatever their scores.
         sink_keys: first keys of each sequence that every query sees whatever their scores.
-        local_heads: so many key heads, the first ones, fewer than there are, see the local keys and the sinks alone.
+        local_heads: how many key heads, the first ones, fewer than there are, see the local keys and the sinks alone.
         recency: if given, every key head ranks keys by their score plus ``slope * position``, which favours late ones. This is the first
             head's slope at first; the others follow geometrically down to a 2048th of it. Only with select_only: other than in
             :class:`dmattn.nn.DynamicMaskAttention` it is not added to the logits, since the model knows positions already.
