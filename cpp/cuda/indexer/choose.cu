@@ -91,8 +91,15 @@ struct ReadAgain {
     float sum = 0.0f;
     for (int64_t head = 0; head < p.heads; ++head) {
       float product = 0.0f;
-      for (int64_t d = 0; d < p.head_dim; ++d) {
-        product = fmaf(Element<T>::widen(of_query[head * p.query_head_stride + d]), Element<T>::widen(of_key[d]), product);
+      const uint4* const left = reinterpret_cast<const uint4*>(of_query + head * p.query_head_stride);
+      for (int part = 0; part < static_cast<int>(p.head_dim) / 8; ++part) {
+        const uint4 a = left[part], b = reinterpret_cast<const uint4*>(of_key)[part];
+        const uint32_t pairs[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 x = Element<T>::widen_pair(pairs[i][0]), y = Element<T>::widen_pair(pairs[i][1]);
+          product = fmaf(x.y, y.y, fmaf(x.x, y.x, product));
+        }
       }
       product *= static_cast<float>(p.scale);
       sum = fmaf(weights[query * p.weights.row_stride + head], product < 0.0f ? 0.0f : product, sum);
@@ -202,7 +209,8 @@ __device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& r
     find_bin(s, wanted);
     const int bin = s.bin, found = s.counts[bin];
     wanted = s.wanted;
-    least += static_cast<uint64_t>(bin) << shift, most = least + ((uint64_t{1} << shift) - 1);
+    least += static_cast<uint64_t>(bin) << shift;
+    most = least + min(most - least, (uint64_t{1} << shift) - 1);
     if (found <= kMostRanked) break;
     __syncthreads();
   }

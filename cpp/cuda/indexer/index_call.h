@@ -58,19 +58,22 @@ DMATTN_HOST_DEVICE static inline int32_t sampled_block(int32_t group, int log2_s
                               (mix32(static_cast<uint32_t>(group)) & ((1u << log2_sample) - 1)));
 }
 
-// The sample that makes the least work of the choice of `top` of `blocks`. The number of the `top` best that are in a sample has
-// a standard deviation of less than the root of its mean, so five of them make a row with too few or too many candidates rarer
-// than one in a million, whatever the scores are.
+// The sample that makes the least work of the choice of `top` of `blocks`. By Bernstein's inequality a sum of independent
+// numbers, each 0 or 1, exceeds its mean m by x with a chance of at most exp(-x^2 / (2 m + 2 x / 3)), and falls short of it with
+// one of at most exp(-x^2 / (2 m)); both are 1e-8 here. The first sum is how many of the `top` best are in the sample, the second
+// how many of `capacity` are. Whatever the scores are, few rows have too few or too many candidates.
 inline IndexSample plan_sample(int64_t blocks, int64_t top) {
+  constexpr double kTwice = 2.0 * 18.42;  // of the logarithm of the chance
   IndexSample best;
   double least = 0.75 * static_cast<double>(blocks);
   for (int log2 = 2; log2 < 8; ++log2) {
-    const double share = 1.0 / (1 << log2), mean = static_cast<double>(top) * share;
-    const double rank = std::ceil(mean + 5.0 * std::sqrt(mean)) + 2.0, most = (rank + 5.0 * std::sqrt(rank)) / share;
-    const double work = static_cast<double>(blocks) * share + 2.0 * rank / share;
-    if (work >= least || most >= static_cast<double>(blocks)) continue;
+    const double share = 1.0 / (1 << log2), mean = static_cast<double>(top) * share, all = static_cast<double>(blocks);
+    const double rank = std::ceil(mean + kTwice / 6.0 + std::sqrt(kTwice * kTwice / 36.0 + kTwice * mean)) + 1.0;
+    const double capacity = (rank + kTwice / 2.0 + std::sqrt(kTwice * kTwice / 4.0 + kTwice * rank)) / share;
+    const double work = 0.6 * all * share + 0.5 * rank / share + 0.5 * capacity;
+    if (work >= least || capacity >= all) continue;
     least = work;
-    best = {log2, static_cast<int>(rank), (static_cast<int64_t>(most) + 31) / 32 * 32};
+    best = {log2, static_cast<int>(rank), (static_cast<int64_t>(capacity) + 31) / 32 * 32};
   }
   return best;
 }

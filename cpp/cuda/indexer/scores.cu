@@ -249,8 +249,9 @@ __global__ __launch_bounds__(128, kSteps <= 2 ? 4 : 2) void index_few_heads_kern
     copy_async_wait<1>();
     __syncthreads();
     float sums[kColumns][4];
-    sum_few_heads<T>(a, weight, heads, keys + buffer * Shape::kKeyBytes, sums);
+    if (warp_row < rows) sum_few_heads<T>(a, weight, heads, keys + buffer * Shape::kKeyBytes, sums);
     __syncthreads();
+    if (warp_row >= rows) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float of_row[kColumns][2];
