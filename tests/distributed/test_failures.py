@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,3 +83,21 @@ def test_a_rank_that_is_killed_frees_the_others(tmp_path, way, phase, killed):
             assert seconds < SECONDS
     finally:
         pool.close()
+
+
+@pytest.mark.long
+def test_training_goes_on_from_its_checkpoint_when_a_rank_was_killed(tmp_path, run_python):
+    """Under torchrun, with one restart: every loss is that of a run that nothing happened to, bit for bit."""
+    losses = {}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--max-restarts=1", "--monitor-interval=0.1"]
+    for killed_step in (-1, 3):
+        folder, output = tmp_path / str(killed_step), tmp_path / f"{killed_step}.jsonl"
+        program = [str(Path(__file__).with_name("rank_elastic.py")), str(folder), str(output), str(killed_step)]
+        # Without a store of its own a new attempt would find the addresses of the ranks before it: torch's gloo then connects to nobody.
+        run = run_python(*torchrun, *program, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", OMP_NUM_THREADS="1")
+        assert run.returncode == 0, run.stdout + run.stderr
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+        assert [(attempt, step) for attempt, step, _ in rows] == [(int(step >= killed_step > 0), step) for step in range(6)]
+        losses[killed_step] = [loss for *_, loss in rows]
+    assert losses[3] == losses[-1]
+    assert losses[-1][-1] < losses[-1][0]
