@@ -5,6 +5,7 @@ Arguments: a folder for checkpoints, a file for the losses, the step that is kil
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -35,6 +36,10 @@ class Model(torch.nn.Module):
         return mixed
 
 
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main(folder: Path, output: Path, killed_step: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -52,9 +57,10 @@ def main(folder: Path, output: Path, killed_step: int) -> None:
     for step in range(int(state["step"]), STEPS):
         generator = torch.Generator().manual_seed(0)
         hidden, target = torch.randn(2, 2, LENGTH, WIDTH, generator=generator, dtype=torch.float64)[:, :, chunk]
-        if step == killed_step and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == world - 1:
-            mock.patch("dmattn.distributed.exchange._begin_exchange", lambda *_: os.kill(os.getpid(), signal.SIGKILL)).start()
-        loss = (model(hidden) - target).square().sum() / target.numel() / world
+        dies = step == killed_step and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == world - 1
+        fault = mock.patch("dmattn.distributed.exchange._begin_exchange", side_effect=_die)
+        with fault if dies else contextlib.nullcontext():
+            loss = (model(hidden) - target).square().sum() / target.numel() / world
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
