@@ -11,13 +11,13 @@ import contextlib
 import struct
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from dmattn import checks
-from dmattn.distributed.chunks import all_gather_flat, begin_message
+from dmattn.distributed import failures
+from dmattn.distributed.chunks import all_gather_flat, begin_message, host_group
 
 COMPILED = "compiled (0 no, 1 yes)"  # before all that a compiled call does not know, and so does not send
 KIND = "kind of mask (0 causal, 1 mask, 2 scores, 3 scores with base)"
@@ -68,7 +68,6 @@ class Memory:
 
 
 _memories: weakref.WeakKeyDictionary[dist.ProcessGroup, Memory] = weakref.WeakKeyDictionary()
-_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def expected_lengths(group: dist.ProcessGroup, call_signature: Sequence[int]) -> list[int] | None:
@@ -90,6 +89,7 @@ class Handshake:
     def __init__(
         self, group: dist.ProcessGroup, call_signature: Sequence[int], device: torch.device | None = None, ahead: int = 0
     ) -> None:
+        failures.check(group)
         self._group, self._ahead = group, ahead
         self._memory = _memories.setdefault(group, Memory())
         if device is not None:
@@ -103,9 +103,9 @@ class Handshake:
 
         Raises:
             ValueError: ranks differ, or their lengths are refused; on every rank.
-            RuntimeError: torch's own, where a rank does not answer within the group's timeout.
+            RuntimeError: a rank has failed, or does not answer within the group's timeout.
         """
-        self._work.wait()
+        failures.wait(self._work, self._group, self._everyone)
         call: Call = self._everyone.view(-1, len(FIELDS) + 1).tolist()
         ahead = [one.pop() for one in call]
         self.all_went_ahead = min(ahead) > 0
@@ -122,7 +122,8 @@ class Handshake:
         The message goes over the backend of the other rank's device, which need not be that of this rank's call or of its last one.
         """
         device = self._memory.devices.get(device_type, torch.device(device_type))
-        begin_message(torch.zeros(size, dtype=torch.uint8, device=device), 0, self._group).wait()
+        zeros = torch.zeros(size, dtype=torch.uint8, device=device)
+        failures.wait(begin_message(zeros, 0, self._group), self._group, zeros)
 
 
 def agree(group: dist.ProcessGroup, call_signature: Sequence[int], device: torch.device | None = None) -> list[int]:
@@ -132,7 +133,7 @@ def agree(group: dist.ProcessGroup, call_signature: Sequence[int], device: torch
 
 def fail(group: dist.ProcessGroup) -> None:
     """Tells the other ranks that this one has refused its arguments."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RuntimeError):
         agree(group, [1, *(0 for _ in FIELDS[1:])])
 
 
@@ -179,30 +180,9 @@ def _shown(name: str, value: int) -> object:
     return value
 
 
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that exchanges tensors on the CPU: the group itself, or one that is made on first use."""
-    if "cpu" in dist.get_backend_config(group):
-        return group
-    made = _host_groups.get(group)
-    if made is None:
-        made = dist.new_group(
-            dist.get_process_group_ranks(group), timeout=_timeout_of(group), backend="gloo", use_local_synchronization=True
-        )
-        assert made is not None
-        _host_groups[group] = made
-    return made
-
-
 def in_one_order(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether handshakes and messages of a device go over one backend, which then takes them in the same order on all ranks."""
     if device.type == "cpu":
         return True
     shared: bool = group._get_backend(device) is host_group(group)._get_backend(torch.device("cpu"))
     return shared
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long the group waits for its ranks; None, torch's default, where its backend does not say."""
-    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
-    timeout: timedelta | None = getattr(options, "_timeout", None)
-    return timeout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmattn import checks
 from dmattn.attention import attention
 from dmattn.call import NO_MASK, Options, attend, autocast, options_of
-from dmattn.distributed import agreement, needs, pair, values
+from dmattn.distributed import agreement, failures, needs, pair, values
 from dmattn.distributed.agreement import DTYPES, float_bits
 from dmattn.distributed.chunks import Chunks, group_of
 from dmattn.fake import accumulate_dtype
@@ -120,7 +121,7 @@ def context_parallel_attention(
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, device or value; ranks that do not agree, on every rank; compiled, ranks whose chunks differ in length without
             a mask or base that says N.
-        RuntimeError: torch.distributed's own, where a rank does not answer or is gone; on a GPU or compiled, a bound that is too small for the
+        RuntimeError: a rank has failed, or does not answer within the group's timeout; on a GPU or compiled, a bound that is too small for the
             mask.
     """
     ranks = group_of(mesh, group)
@@ -139,8 +140,12 @@ def context_parallel_attention(
         raise
     has_seed = dropout_seed is not None and options.dropout_seed is not None
     call_signature = _call_signature(given, (query, key, value, key_bias, scores), options, has_seed, compiling)
+    # The others would wait for a rank that alone fails: for its rows, and in backward for its gradients.
+    reported = contextlib.nullcontext() if compiling or world == 1 else failures.reported(ranks)
+    reported_with_gradients = reported if _wants_gradients(query, key, value, key_bias, scores) else contextlib.nullcontext()
     if world == 2 and scores is not None and base is None and options.dropout_seed is None:
-        out, lse = _between_two(ranks, call_signature, (query, key, value), given, options)
+        with reported_with_gradients:
+            out, lse = _between_two(ranks, call_signature, (query, key, value), given, options)
         return (out, lse) if return_lse else out
     if compiling:
         lengths = _lengths_while_compiling(given, world, rank)
@@ -149,27 +154,61 @@ def context_parallel_attention(
         lengths = agreement.agree(ranks, call_signature)
     chunks = Chunks(ranks.group_name, rank, lengths)
 
+    with reported:
+        rows, start, end, slots = _fetched((key, value), given, options, dropout_seed, chunks, call_signature)
+    with reported_with_gradients:
+        out, lse = _attended(query, rows, start, end, slots, given, options, dropout_seed, chunks)
+    return (out, lse) if return_lse else out
+
+
+def _fetched(
+    rows: Sequence[Tensor],
+    given: Arguments,
+    options: Options,
+    dropout_seed: Tensor | None,
+    chunks: Chunks,
+    call_signature: list[int],
+) -> tuple[list[Tensor], Tensor | None, Tensor, Tensor]:
+    """Own rows of key, value and bias behind those in slots; start and end of the whole sequence; slots."""
+    compiling, world, counts = torch.compiler.is_compiling(), len(chunks.lengths), _slot_counts(given, chunks)
+
     # Know the mask of the whole sequence.
-    counts = _slot_counts(given, chunks)
     to_compare = call_signature if compiling else None
     start, end = _whole_mask(given, chunks, to_compare)
     if given.mask is not None and given.bound is not None:
         _check_bound(given, chunks, start, end, counts)
-    left = to_compare if scores is None else None
+    left = to_compare if given.scores is None else None
     if world > 1:
         end, has_compared = values.compare(_uncompared(given, options, dropout_seed, compiling), end, chunks, left)
         left = None if has_compared else left
 
     # Say who needs which rows, and fetch them.
-    slots = needs.slots_of(start, end, chunks, given.sizes.kv_heads, counts[rank])
+    slots = needs.slots_of(start, end, chunks, given.sizes.kv_heads, counts[chunks.rank])
     bias = _added_to_logits(given)
-    rows = [key, value] if bias is None else [key, value, bias]
+    fetched = list(rows) if bias is None else [*rows, bias]
     if world > 1:
-        rows, _ = torch.ops.dmattn_distributed.carry(rows, start, end, slots, counts, lengths, rank, chunks.group, left)
+        fetched, _ = torch.ops.dmattn_distributed.carry(
+            fetched, start, end, slots, counts, chunks.lengths, chunks.rank, chunks.group, left
+        )
+    return fetched, start, end, slots
+
+
+def _attended(
+    query: Tensor,
+    rows: Sequence[Tensor],
+    start: Tensor | None,
+    end: Tensor,
+    slots: Tensor,
+    given: Arguments,
+    options: Options,
+    dropout_seed: Tensor | None,
+    chunks: Chunks,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of attention to slots and own keys."""
     key, value, *biases = rows
     flat_bias = _by_head(biases[0]) if biases else None
     seed = options.dropout_seed
-    if seed is not None and dropout_seed is None and world > 1:
+    if seed is not None and dropout_seed is None and len(chunks.lengths) > 1:
         seed = torch.ops.dmattn_distributed.share_seed(seed, chunks.group)
     common: dict[str, Any] = {
         "is_causal": True, "scale": options.scale, "softcap": options.softcap, "dropout_p": options.dropout_p, "dropout_seed": seed,
@@ -180,7 +219,11 @@ def context_parallel_attention(
         out, lse = attention(query, key, value, local_mask, key_bias=flat_bias, return_lse=True, **common)
     else:
         out, lse = _at_positions(query, key, value, flat_bias, start, end, slots, chunks, common)
-    return (out, lse) if return_lse else out
+    return out, lse
+
+
+def _wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _checked(

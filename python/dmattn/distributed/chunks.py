@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmattn import checks
+
+_host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class Chunks(NamedTuple):
@@ -90,3 +94,24 @@ def begin_message(packed: Tensor, source: int, group: dist.ProcessGroup) -> dist
     incoming, outgoing = (packed[:0], packed) if rank == source else (packed, packed[:0])
     work: dist.Work = dist.all_to_all_single(incoming, outgoing, received, sent, group=group, async_op=True)
     return work
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks that exchanges tensors on the CPU: the group itself, or one that is made on first use."""
+    if "cpu" in dist.get_backend_config(group):
+        return group
+    made = _host_groups.get(group)
+    if made is None:
+        made = dist.new_group(
+            dist.get_process_group_ranks(group), timeout=_timeout_of(group), backend="gloo", use_local_synchronization=True
+        )
+        assert made is not None
+        _host_groups[group] = made
+    return made
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long the group waits for its ranks; None, torch's default, where its backend does not say."""
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout

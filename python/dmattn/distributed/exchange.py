@@ -9,7 +9,9 @@ from the device, so that the host waits for the mask, but not for attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from dmattn._library import renewed
-from dmattn.distributed import agreement, needs, traffic
+from dmattn.distributed import agreement, failures, needs, traffic
 from dmattn.distributed.chunks import Chunks, all_gather_flat
 
 library = renewed("dmattn_distributed")
@@ -37,6 +39,18 @@ library.define(
 def group_named(name: str) -> dist.ProcessGroup:
     group: dist.ProcessGroup = getattr(distributed_c10d, "_resolve_process_group")(name)  # noqa: B009
     return group
+
+
+def implement(name: str, function: Callable[..., Any]) -> None:
+    """Registers what an op does. Where one rank alone fails in it, the others are told."""
+    place = list(inspect.signature(function).parameters).index("group")
+
+    @functools.wraps(function)
+    def reporting(*given: Any) -> Any:
+        with failures.reported(group_named(given[place])):
+            return function(*given)
+
+    library.impl(name, reporting, "CompositeExplicitAutograd")
 
 
 def agreed(group: dist.ProcessGroup, call_signature: Sequence[int] | None, lengths: Sequence[int]) -> None:
@@ -66,7 +80,7 @@ def _gather_scores(scores: Tensor, lengths: Sequence[int], rank: int, group: str
     longest = max(lengths)
     sent = torch.nn.functional.pad(scores, (0, longest - lengths[rank])).contiguous().view(torch.uint8).flatten()
     received = sent.new_empty(len(lengths) * sent.numel())
-    all_gather_flat(received, sent, ranks).wait()
+    failures.wait(all_gather_flat(received, sent, ranks), ranks, received)
     traffic.count("scores", received.numel() - sent.numel())
     chunks = received.view(scores.dtype).view(len(lengths), *scores.shape[:2], longest)
     return torch.cat([chunk[..., :length] for chunk, length in zip(chunks, lengths, strict=True)], dim=-1)
@@ -75,7 +89,8 @@ def _gather_scores(scores: Tensor, lengths: Sequence[int], rank: int, group: str
 def _share_seed(seed: Tensor, group: str) -> Tensor:
     """The first rank's seed."""
     shared = seed.clone()
-    dist.broadcast(shared, group=group_named(group), group_src=0)
+    ranks = group_named(group)
+    failures.wait(dist.broadcast(shared, group=ranks, group_src=0, async_op=True), ranks, shared)
     return shared
 
 
@@ -179,7 +194,7 @@ def _carry(
     routes = _routes(start, end, slots, counts, Chunks(group, rank, lengths), rows[0].shape[:2])
     message, incoming = _begin_exchange(_packed(rows, routes.sent), *routes.splits, group, "rows")
     joined = behind_slots(rows, slots.shape[-1])
-    message.wait()
+    failures.wait(message, group_named(group), incoming)
     for whole, part in zip(joined, _unpacked(incoming, rows), strict=True):
         whole.view(-1, whole.shape[-1])[routes.filled] = part
     return joined, torch.tensor(routes.splits)
@@ -196,7 +211,7 @@ def _carry_back(
     # The rows' way back: what had come in goes out.
     message, incoming = _begin_exchange(packed, received, sent, group, "gradients")
     own = [gradient[:, :, slots.shape[-1] :].clone(memory_format=torch.contiguous_format) for gradient in gradients]
-    message.wait()
+    failures.wait(message, group_named(group), incoming)
     for total, part in zip(own, _unpacked(incoming, gradients), strict=True):
         _add_rows(total.view(-1, total.shape[-1]), routes.sent, part, sent)
     return own
@@ -217,10 +232,10 @@ def _add_rows(total: Tensor, places: Tensor, rows: Tensor, counts: Sequence[int]
 
 # Registration --------------------------------------------------------------------------------------------------------------------------
 
-library.impl("gather_scores", _gather_scores, "CompositeExplicitAutograd")
-library.impl("share_seed", _share_seed, "CompositeExplicitAutograd")
-library.impl("carry", _carry, "CompositeExplicitAutograd")
-library.impl("carry_back", _carry_back, "CompositeExplicitAutograd")
+implement("gather_scores", _gather_scores)
+implement("share_seed", _share_seed)
+implement("carry", _carry)
+implement("carry_back", _carry_back)
 
 
 def refuse_second_gradients(*_: object) -> NoReturn:

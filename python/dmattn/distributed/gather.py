@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives
 
-from dmattn.distributed.agreement import DTYPES, host_group
-from dmattn.distributed.chunks import all_gather_flat
+from dmattn.distributed import failures
+from dmattn.distributed.agreement import DTYPES
+from dmattn.distributed.chunks import all_gather_flat, host_group
 
 # Newer releases of torch have another name for it.
 _all_gather: Any = (
@@ -36,7 +37,8 @@ def check_chunks(chunk: Tensor, group: dist.ProcessGroup) -> None:
         return
     sent = torch.tensor([*chunk.shape[:2], DTYPES.index(chunk.dtype)])
     everyone = torch.empty(dist.get_world_size(group) * len(sent), dtype=torch.int64)
-    all_gather_flat(everyone, sent, host_group(group)).wait()
+    failures.check(group)
+    failures.wait(all_gather_flat(everyone, sent, host_group(group)), group, everyone)
     for place, name in enumerate(("B", "S", "dtype")):
         values = [str(DTYPES[value]) if name == "dtype" else value for value in everyone.view(-1, len(sent))[:, place].tolist()]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)

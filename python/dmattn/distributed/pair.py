@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dmattn import ops
-from dmattn.distributed import agreement, exchange, needs, traffic
+from dmattn.distributed import agreement, exchange, failures, needs, traffic
 from dmattn.distributed.chunks import Chunks, begin_message
 
 ALIGNMENT = 16  # bytes at whose multiples each tensor's rows begin within a message
@@ -76,22 +76,23 @@ class Begun(NamedTuple):
 @torch.no_grad()
 def begin(rows: Sequence[Tensor], selection: Selection, chunks: Chunks) -> Begun:
     """Everything that needs nothing from the other rank. rows: scores [B, Hkv, n, 1], key, value and, if given, key_bias [B, Hkv, n, *]."""
-    slots = selection.slots(chunks.lengths[0])
-    count = sum(slots)
-    packed, parts = _message(rows, count)
     group = exchange.group_named(chunks.group)
-    if count and chunks.rank == 1:
-        traffic.count("rows", packed.numel())
-        message = begin_message(packed, 0, group)
-        return Begun(selection, chunks, exchange.behind_slots(rows, count), parts, message, None, None)
-    end = selection.ends(rows[0])
-    if not count:
-        return Begun(selection, chunks, rows, parts, None, end, None)
-    positions, is_empty = _alive_behind(end, slots)
-    for part, tensor in zip(parts, rows, strict=True):
-        torch.gather(tensor, 2, positions[..., None].expand(part.shape), out=part)
-    parts[0][:, :, slots[0] : slots[0] + slots[1], 0].masked_fill_(is_empty, -math.inf)
-    return Begun(selection, chunks, rows, parts, begin_message(packed, 0, group), end, positions)
+    with failures.reported(group):
+        slots = selection.slots(chunks.lengths[0])
+        count = sum(slots)
+        packed, parts = _message(rows, count)
+        if count and chunks.rank == 1:
+            traffic.count("rows", packed.numel())
+            message = begin_message(packed, 0, group)
+            return Begun(selection, chunks, exchange.behind_slots(rows, count), parts, message, None, None)
+        end = selection.ends(rows[0])
+        if not count:
+            return Begun(selection, chunks, rows, parts, None, end, None)
+        positions, is_empty = _alive_behind(end, slots)
+        for part, tensor in zip(parts, rows, strict=True):
+            torch.gather(tensor, 2, positions[..., None].expand(part.shape), out=part)
+        parts[0][:, :, slots[0] : slots[0] + slots[1], 0].masked_fill_(is_empty, -math.inf)
+        return Begun(selection, chunks, rows, parts, begin_message(packed, 0, group), end, positions)
 
 
 def _alive_behind(end: Tensor, slots: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
@@ -109,11 +110,16 @@ def _end(begun: Begun) -> tuple[Sequence[Tensor], Tensor]:
     """The rows with those of the slots in front, and the end of each."""
     if begun.end is not None:
         return begun.rows, begun.end
-    assert begun.message is not None
-    begun.message.wait()
+    _wait(begun)
     for whole, part in zip(begun.rows, begun.parts, strict=True):
         exchange.copy_rows(whole[:, :, : part.shape[2]], part)
     return begun.rows, begun.selection.ends(begun.rows[0])
+
+
+def _wait(begun: Begun) -> None:
+    """Until the message has come or left."""
+    assert begun.message is not None
+    failures.wait(begun.message, exchange.group_named(begun.chunks.group), begun.rows[0])
 
 
 Result = TypeVar("Result")
@@ -161,7 +167,7 @@ def _used(begun: Begun, use: Callable[[Begun], Result]) -> Result:
     """On the first rank the message leaves while attention runs."""
     result = use(begun)
     if begun.message is not None and begun.chunks.rank == 0:
-        begun.message.wait()
+        _wait(begun)
     return result
 
 
@@ -179,7 +185,8 @@ def _send_back(gradients: Sequence[Tensor], positions: Tensor | None, count: int
             part.copy_(tensor[:, :, :count])
     else:
         traffic.count("gradients", packed.numel())
-    begin_message(packed, 1, exchange.group_named(chunks.group)).wait()
+    group = exchange.group_named(chunks.group)
+    failures.wait(begin_message(packed, 1, group), group, packed)
     if chunks.rank == 1:
         return [tensor[:, :, count:] for tensor in gradients]
     assert positions is not None
@@ -204,7 +211,8 @@ class Fetch(torch.autograd.Function):
     def backward(ctx: Any, scores: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> tuple[Any, ...]:
         # Scores and key_bias may have one gradient between them, and two leaves would both keep it and add to it in place.
         gradients = [scores.clone(), key, value, *(bias.clone() for bias in rest[:-1])]
-        return None, *_send_back(gradients, *ctx.saved_tensors, *ctx.rest)
+        with failures.reported(exchange.group_named(ctx.rest[1].group)):
+            return None, *_send_back(gradients, *ctx.saved_tensors, *ctx.rest)
 
 
 def _message(like: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
@@ -248,8 +256,8 @@ def _fetch_back_op(
     return [tensor.contiguous() for tensor in _send_back(own, positions, count, Chunks(group, rank, lengths))]
 
 
-exchange.library.impl("fetch", _fetch_op, "CompositeExplicitAutograd")
-exchange.library.impl("fetch_back", _fetch_back_op, "CompositeExplicitAutograd")
+exchange.implement("fetch", _fetch_op)
+exchange.implement("fetch_back", _fetch_back_op)
 
 
 @torch.library.register_fake("dmattn_distributed::fetch", lib=exchange.library)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
-from dmattn.distributed import exchange, needs
+from dmattn.distributed import exchange, failures, needs
 from dmattn.distributed.chunks import Chunks, all_gather_flat
 from dmattn.masks import IntervalMask
 
@@ -71,11 +71,11 @@ def _digests(
     ranks = exchange.group_named(group)
     exchange.agreed(ranks, call_signature, lengths)
     received = own.new_empty(len(lengths) * own.numel())
-    all_gather_flat(received, own, ranks).wait()
+    failures.wait(all_gather_flat(received, own, ranks), ranks, received)
     return received.view(len(lengths), -1), after.clone()
 
 
-exchange.library.impl("digests", _digests, "CompositeExplicitAutograd")
+exchange.implement("digests", _digests)
 
 
 @torch.library.register_fake("dmattn_distributed::digests", lib=exchange.library)
