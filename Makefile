@@ -14,8 +14,8 @@ MATRIX_ARGS ?=
 # are given, a wheel and the layout for the hub, has all of them unless told otherwise.
 wheel hub: CUDA ?= ON
 CUDA ?= AUTO
-# Which families of them the GPU tests run, one after the other: sm90 needs Hopper; auto is the best for the device.
-FAMILY ?= sm90 sm80
+# Which families of them the GPU tests run, one after the other: auto is the best for each call, on Hopper sm90 almost always.
+FAMILY ?= auto sm80
 # Processes that run tests, of a thread each.
 TEST_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 16 ? n : 16)))
 GPU_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 10 ? n : 10)))

@@ -23,7 +23,7 @@ Results = dict[str, Any]
 
 
 def facts(logs: Path) -> str:
-    """Writes facts.json; returns the families of kernels that the device runs, the fastest first."""
+    """Writes facts.json; returns the values of DMATTN_FAMILY to test with: auto is the best for each call, on Hopper sm90 almost always."""
     import dmattn
     import torch
     from dmattn_bench.records import provenance
@@ -41,7 +41,7 @@ def facts(logs: Path) -> str:
     (logs / "facts.json").write_text(json.dumps({"folder": machine["name"], "run": written}))
     print(f"dmattn {dmattn.__version__} at {Path(dmattn.__file__).parent}, on {written['machine']}", file=sys.stderr)
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return "sm90 sm80" if is_hopper else "sm80"
+    return "auto sm80" if is_hopper else "sm80"
 
 
 def counts(logs: Path, name: str) -> Results:

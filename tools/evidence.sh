@@ -8,7 +8,7 @@
 # Results are written to FOLDER/MACHINE/suite.json and fuzz.json after each family, logs to FOLDER/evidence.tgz; without -o they are written
 # to benchmarks/results and build. Ends with 1 when something failed or did not run. Needs no network and no installation: any dmattn
 # that Python can import (PYTHONPATH) will do, or WHEEL=dist/dmattn-....whl, which is unpacked, imported and named in the results.
-# Other variables: PYTHON, DMATTN_COMMIT where git does not know it, FAMILIES="sm90 sm80", WORKERS, TOOLS="memcheck initcheck",
+# Other variables: PYTHON, DMATTN_COMMIT where git does not know it, FAMILIES="auto sm80", WORKERS, TOOLS="memcheck initcheck",
 # LIMIT in seconds for each program.
 set -uo pipefail
 cd "$(dirname "$0")/.."

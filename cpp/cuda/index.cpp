@@ -15,7 +15,8 @@ std::tuple<Tensor, Tensor> index_top_k_op(const Tensor& query, const Tensor& key
   CheckedIndexTopK checked =
       check_index_top_k(query, key, weights, std::move(slope), std::move(start), std::move(end), std::move(query_offset),
                         std::move(lengths), key_length, k, block_size, is_pooled, is_causal, local, sink, scale, with_scores);
-  IndexCall call{checked.params};
+  IndexCall call;
+  call.p = checked.params;
   IndexTopKParams& p = call.p;
   check(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16,
         "index_query: expected dtype bfloat16 or float16 on CUDA, got ", dtype_name(query.scalar_type()));
@@ -27,15 +28,31 @@ std::tuple<Tensor, Tensor> index_top_k_op(const Tensor& query, const Tensor& key
   const int log2_block = p.is_pooled ? 0 : p.log2_block;
   call.log2_score_block = std::min(log2_block, log2_keys_of_warp(p.head_dim));
   call.log2_fold = log2_block - call.log2_score_block;
-  call.row_stride = ceil_div(scores_of_row(p, call.log2_score_block), 4 << call.log2_fold) * (4 << call.log2_fold);
+  const int64_t row_scores = scores_of_row(p, call.log2_score_block);
+  if (call.log2_fold == 0) call.sample = plan_sample(row_scores, p.top);
+  const bool is_sampled = call.sample.log2 > 0;
+  const int64_t round = 4 << call.log2_fold;
+  call.row_stride = ceil_div(ceil_div(row_scores, int64_t{1} << call.sample.log2), round) * round;
   call.tiles_per_group = ceil_div(p.query_length, kIndexTileQueries);
-  const int64_t tiles = p.batch * p.groups * call.tiles_per_group, tile_bytes = kIndexTileQueries * call.row_stride * 4;
+  const int64_t tiles = p.batch * p.groups * call.tiles_per_group;
+  const int64_t row_bytes = call.row_stride * 4 + (is_sampled ? (call.sample.capacity + 1) * sizeof(IndexEntry) + 4 : 0);
+  const int64_t tile_bytes = kIndexTileQueries * row_bytes;
   const int64_t at_once = std::clamp<int64_t>(kIndexWorkspaceBytes / tile_bytes, 1, std::min<int64_t>(tiles, 65535));
+  const int64_t rows = at_once * kIndexTileQueries;
   const Tensor workspace = empty_on(query, {at_once * tile_bytes / 4}, ScalarType::Float);
   call.scores = static_cast<float*>(workspace.data_ptr());
+  if (is_sampled) {
+    call.candidates = reinterpret_cast<IndexEntry*>(call.scores + rows * call.row_stride);
+    call.bounds = call.candidates + rows * call.sample.capacity;
+    call.counts = reinterpret_cast<int32_t*>(call.bounds + rows);
+  }
   for (; call.first_tile < tiles; call.first_tile += at_once) {
     call.tiles = std::min(at_once, tiles - call.first_tile);
     DMATTN_CUDA_CHECK(launch_index_scores(call, device.stream()));
+    if (is_sampled) {
+      DMATTN_CUDA_CHECK(launch_index_bounds(call, device.stream()));
+      DMATTN_CUDA_CHECK(launch_index_candidates(call, device.stream()));
+    }
     DMATTN_CUDA_CHECK(launch_index_choice(call, device.stream()));
   }
   return {checked.indices, checked.scores};

@@ -80,8 +80,6 @@ def _decode_listed(
 def _as_rows(cache: Cache, keys: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Both caches as pages of one key, [rows, 1, 1, D or Dv], and which row is each key's, int32 like keys [B, heads, T, M]."""
     device, (batch, heads) = keys.device, keys.shape[:2]
-    head = (torch.arange(heads, device=device) * kv_heads // heads).view(-1, 1, 1)
-    sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
     key, value, steps = cache.key, cache.value, _row_steps(cache.key)
     if steps is None or steps != _row_steps(value):
         key, value = key.contiguous(), value.contiguous()
@@ -89,6 +87,12 @@ def _as_rows(cache: Cache, keys: Tensor, kv_heads: int) -> tuple[Tensor, Tensor,
     count = 1 + (key.shape[0] - 1) * steps[0] + (key.shape[1] - 1) * steps[1] + (key.shape[2] - 1) * steps[2]
     if count >= MAX_ROWS:
         raise ValueError(f"key_cache: expected fewer than 2^31 rows beside a mask, got {count}")
+    # The usual cache, in two launches: a step is so short that each of them counts.
+    if cache.page_table is None and heads == kv_heads and steps == (heads * steps[1], steps[1], 1) and steps[1] > 0:
+        first = torch.arange(0, batch * steps[0], steps[1], dtype=keys.dtype, device=device)
+        return _with_rows(key, count), _with_rows(value, count), keys + first.view(batch, heads, 1, 1)
+    head = (torch.arange(heads, device=device) * kv_heads // heads).view(-1, 1, 1)
+    sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
     if cache.page_table is None:
         rows = sequence * steps[0] + head * steps[1] + keys * steps[2]
     else:

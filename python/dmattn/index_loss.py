@@ -188,7 +188,7 @@ def _index_loss(
     heads, kv_heads, keys = query.shape[1], *key.shape[1:3]
     dtype = accumulate_dtype(index_query.dtype)
     loss = weights.new_zeros(())
-    gradients = [torch.zeros_like(given, dtype=dtype) for given in (index_query, index_key, weights)]
+    gradients = [torch.zeros(given.shape, dtype=dtype, device=given.device) for given in (index_query, index_key, weights)]
     of_slope = weights.new_zeros(groups if slope is not None else 0)
     width = keys if lists is None else lists.shape[3] * block_size * max(1, key.shape[3] // 8)
     step = max(1, ELEMENTS // (width * max(heads // groups, index_heads)))
@@ -225,7 +225,7 @@ def _(
     index_query: Tensor, index_key: Tensor, weights: Tensor, slope: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     of_slope = weights.new_empty(weights.shape[1] if slope is not None else 0)
-    like = [given.new_empty(given.shape) for given in (index_query, index_key, weights)]
+    like = [given.new_empty(given.shape) for given in (index_query, index_key, weights)]  # contiguous, whatever was given
     return weights.new_empty(()), like[0], like[1], like[2], of_slope
 
 

@@ -52,7 +52,7 @@ def index_sizes(index_query: Tensor, index_key: Tensor, weights: Tensor, slope: 
     device = index_query.device
     if device.type not in checks.DTYPES:
         raise ValueError(f"index_query: no dmattn kernel for device {device}; supported are {', '.join(checks.DTYPES)}")
-    checks.dtype("index_query", index_query, checks.DTYPES[device.type])
+    checks.dtype("index_query", index_query, checks.DTYPES["cpu"])
     if index_key.dtype != index_query.dtype:
         raise TypeError(f"index_key: expected dtype {index_query.dtype} like index_query, got {index_key.dtype}")
     checks.dtype("weights", weights, checks.DTYPES["cpu"])
@@ -255,6 +255,7 @@ def index_top_k(
     if page_table is not None:
         index_key = _gathered_pages(index_key, page_table, lengths)
     sizes = index_sizes(index_query, index_key, weights, slope)
+    checks.dtype("index_query", index_query, checks.DTYPES[sizes.device.type])  # those of the kernels
     checks.natural_int("k", k)
     is_pooled = checked_block_score(block_score, block_size)
     for name, flag in (("is_causal", is_causal), ("return_scores", return_scores)):

@@ -21,6 +21,7 @@ Queries that see no key give zeros and lse = -inf. Activate and restore between 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -68,8 +69,10 @@ class Activated:
         self.order: list[int] | None = None
         there = {name: ours for name, ours in OPS.items() if hasattr(torch.ops.aten, name)}  # some are newer than others
         kernels = {name: self._kernel(name, ours, _kernel_of(name, key)) for name, ours in there.items()}
-        for name, kernel in kernels.items():
-            self.library.impl(name, kernel, key, with_keyset=True)
+        with warnings.catch_warnings():  # to override is what was asked for
+            warnings.filterwarnings("ignore", message=r"[^$]*Overriding a previously registered kernel")
+            for name, kernel in kernels.items():
+                self.library.impl(name, kernel, key, with_keyset=True)
         if key == "CUDA" and torch.cuda.is_available():
             self._put_flash_first()
 

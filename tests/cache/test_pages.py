@@ -53,6 +53,8 @@ def held_by(mask, length):
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_pages_show_what_the_mask_shows(device, policy, cuts):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    # On a GPU other kernels decode, which round weights elsewhere.
+    compare = two_ways.assert_same_in_another_order if device == "cpu" else two_ways.assert_same_by_another_way
     given, pool = [tokens(60, seed, dtype=dtype, device=device) for seed in range(3)], pool_of(60, dtype=dtype, device=device)
     cache, masks = eviction.PagedCache(policy, pool, H, HKV), [eviction.lifetimes(policy, *x) for x in given]
     for name in range(3):
@@ -73,7 +75,7 @@ def test_pages_show_what_the_mask_shows(device, policy, cuts):
         assert_no_page_is_lost(pool, cache)
     for name, start in enumerate(starts):
         expected = dmattn.attention(*given[name][:3], masks[name])[:, :, start : start + at]
-        two_ways.assert_same_in_another_order(torch.cat(parts[name], 2), expected, dtype)
+        compare(torch.cat(parts[name], 2), expected, dtype)
 
 
 def test_pages_give_what_a_bounded_cache_gives():

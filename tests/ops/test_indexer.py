@@ -177,6 +177,39 @@ def test_long_rows(device, dtype, length, kind):
         assert torch.equal(got.indices, best(scores, k))
 
 
+def sampled_block(group, log2):
+    """Which block of a group of 2^log2 a GPU has in its sample: the hash of cpp/params.h."""
+    x = group ^ (group >> 16)
+    x = x * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    return (group << log2) + ((x ^ (x >> 16)) & ((1 << log2) - 1))
+
+
+@pytest.mark.parametrize("heads", [1, 7])
+@pytest.mark.parametrize("is_better", [False, True])
+@pytest.mark.parametrize("log2", range(2, 8))
+def test_a_sample_that_misleads(device, dtype, log2, is_better, heads):
+    """The sample, whichever a GPU takes, has the best scores, or the worst: rows with too few or too many candidates are scored again."""
+    length = 16384
+    sampled = torch.tensor([sampled_block(group, log2) for group in range(length >> log2)])
+    score = torch.randperm(length, generator=torch.Generator().manual_seed(log2)) + length
+    score[sampled] += length if is_better else -length
+    key = torch.zeros(1, 1, length, 16)
+    key[..., 0], key[..., 1] = score // 256, score % 256
+    query = torch.zeros(1, 1, 5, heads, 16)
+    query[..., 0, 0], query[..., 0, 1] = 256.0, 1.0
+    weights = torch.ones(1, 1, 5, heads, device=device)
+    offset = torch.tensor([length - 4], dtype=torch.int32, device=device)
+    positions = length - 4 + torch.arange(5)[:, None]
+    expected = torch.where(torch.arange(length) <= positions, score.double(), -math.inf)
+    for k in (40, 1500):
+        mask, scores = dmattn.index_top_k(
+            query.to(device, dtype), key.to(device, dtype), weights, k, scale=1.0, query_offset=offset, return_scores=True
+        )
+        assert torch.equal(mask.indices[0, 0], best(expected, k).to(device))
+        assert torch.equal(scores[0, 0].double().cpu(), expected.gather(1, mask.indices[0, 0].long().cpu()))
+
+
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 8), (4, 32), (2, 40), (3, 64), (64, 128), (2, 136), (1, 256)])
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 def test_scores_are_those_of_the_definition(device, dtype, heads, head_dim, block_size):
@@ -413,12 +446,12 @@ def test_loss_teaches_what_attention_looks_at(device):
 
 def test_loss_compiles(device, dtype):
     query, key = tensor((1, 4, 40, 32), 0, dtype, device), tensor((1, 2, 40, 32), 1, dtype, device)
-    sizes = ((1, 2, 40, 2, 16), (1, 2, 40, 16), (1, 2, 40, 2))
+    sizes = ((1, 40, 2, 2, 16), (1, 40, 2, 16), (1, 40, 2, 2))
     leaves = [tensor(size, 3 + n, dtype, device).requires_grad_() for n, size in enumerate(sizes)]
     rows = torch.arange(0, 40, 3, device=device)
 
-    def loss(*leaves):
-        return dmattn.index_loss(*leaves, query, key, rows=rows, local=4)
+    def loss(*leaves):  # of views, as a layer's projections are
+        return dmattn.index_loss(*(leaf.transpose(1, 2) for leaf in leaves), query, key, rows=rows, local=4)
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True)

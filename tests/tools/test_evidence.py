@@ -148,12 +148,12 @@ def test_all_parts_of_both_families(checkout):
     assert done.returncode == 0, done.stdout + done.stderr
     # Every test once in each suite and once under each tool: the shards leave none out and run none twice.
     tools = ("", "memcheck", "racecheck", "synccheck")
-    places = [f"{family}-{tool}" for family in ("sm90", "sm80") for tool in tools]
+    places = [f"{family}-{tool}" for family in ("auto", "sm80") for tool in tools]
     assert ran == {f"{place} test_one[{name}]": 1 for place in places for name in NAMES}
     (run,) = results(checkout)["runs"]
     assert run["commit"] == COMMIT
     assert run["suite"]["complete"]
-    for family in ("sm90", "sm80"):
+    for family in ("auto", "sm80"):
         assert {key: run["suite"][family][key] for key in ("passed", "failed", "skipped")} == {
             "passed": 8,
             "failed": 0,
@@ -164,20 +164,20 @@ def test_all_parts_of_both_families(checkout):
         for tool in tools[1:]:
             assert (run["sanitizers"][family][tool]["passed"], run["sanitizers"][family][tool]["errors"]) == (len(NAMES), 0)
     assert (run["sanitizers"]["of_tests"], run["sanitizers"]["reports"]) == (len(NAMES), 0)
-    assert [entry["family"] for entry in results(checkout, "fuzz")["runs"]] == ["sm80", "sm90"]
+    assert [entry["family"] for entry in results(checkout, "fuzz")["runs"]] == ["auto", "sm80"]
     with tarfile.open(checkout / "out/evidence.tgz") as archive:
         assert sum(name.endswith(".log") for name in archive.getnames()) == 2 * (1 + 1 + 3 * 4 + 1)
 
 
 def test_parts_of_one_commit_are_one_run(checkout):
-    assert evidence(checkout, "fuzz", FAMILIES="sm90")[0].returncode == 0
+    assert evidence(checkout, "fuzz", FAMILIES="auto")[0].returncode == 0
     done, _ = evidence(checkout, "suite", STUB_FAILS=NAMES[2])
     assert done.returncode == 1
     assert NAMES[2] in done.stdout
     (run,) = results(checkout)["runs"]
     assert run["suite"]["sm80"]["failed"] == len(run["suite"]["sm80"]["failures"]) == 1
     assert run["suite"]["complete"]
-    assert run["fuzz"]["sm90"]["passed"] == 1
+    assert run["fuzz"]["auto"]["passed"] == 1
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_facts_are_those_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("WHEEL", raising=False)
     families = facts(tmp_path)
-    assert set(families.split()) <= {"sm90", "sm80"}
+    assert set(families.split()) <= {"auto", "sm80"}
     known = json.loads((tmp_path / "facts.json").read_text())
     assert known["folder"] == known["folder"].lower()
     assert (known["run"]["torch"], known["run"]["cuda"]) == (torch.__version__, torch.version.cuda)

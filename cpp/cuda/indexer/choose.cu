@@ -1,8 +1,8 @@
 // The k best of a row of scores, exactly: equal ones the later, the places in ascending order.
 //
-// Bins of equal width between the least and the largest score say in which of them the last place falls, and the scores there are
-// ranked; while they are too many, they are binned again. A block of threads has a row. Each warp has neighbouring scores, 32 at
-// a time, in registers where the row is short enough.
+// A score and its place are one number of 64 bits, in the order in which they are chosen, so no two are equal. Bins of equal
+// width say in which of them the k-th falls; while it holds too many, it is binned again, and then they are ranked. A block of
+// threads has a row.
 #include "../common/device.cuh"
 #include "../common/kernel_limits.cuh"
 #include "../common/visibility.cuh"
@@ -11,270 +11,384 @@
 namespace dmattn::cuda {
 namespace {
 
-constexpr int kBins = 1024, kMostRanked = 512;
+constexpr uint64_t kNothing = 0, kAll = 1;  // no score; a cut behind which all scores are
+constexpr float kLeast = -3.402823466e38f;  // of finite numbers
 
-struct Chosen {
-  float score;
-  int place;
-  __device__ __forceinline__ bool is_behind(float x, int at) const { return x > score || (x == score && at >= place); }
-};
+// 0 is positive, so that scores that are equal have the same bits.
+__device__ __forceinline__ uint64_t in_order(float score, int place) {
+  if (!(score > negative_infinity())) return kNothing;
+  const uint32_t bits = __float_as_uint(score + 0.0f);
+  return static_cast<uint64_t>(bits & 0x80000000u ? ~bits : bits | 0x80000000u) << 32 | static_cast<uint32_t>(place);
+}
+__device__ __forceinline__ int place_of(uint64_t x) { return static_cast<int>(static_cast<uint32_t>(x)); }
+__device__ __forceinline__ float score_of(uint64_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x >> 32);
+  return __uint_as_float(bits & 0x80000000u ? bits & 0x7fffffffu : ~bits);
+}
 
-// A row's scores as one thread sees them: kPerLane of them in registers, or read again each time (0).
-template <int kWarps, int kPerLane>
+// What a block of threads chooses among: `count` numbers that `read(i)` gives, kept in shared memory if there is room, or read
+// again each time.
+template <int kWarps, class Read>
 struct Row {
-  const float* from;
-  int count, written, log2_fold, first, steps;  // this warp has [first, first + 32 * steps)
-  float kept[kPerLane > 0 ? kPerLane : 1];
+  Read read;
+  int count;
+  uint64_t* kept;
 
-  // n scores, of the parts of which the first `parts` were written.
-  __device__ __forceinline__ Row(const float* scores, int n, int parts, int fold)
-      : from(scores), count(n), written(parts), log2_fold(fold) {
-    steps = kPerLane > 0 ? kPerLane : (n + 32 * kWarps - 1) / (32 * kWarps);
-    first = static_cast<int>(threadIdx.x / 32) * 32 * steps;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) kept[i] = read(i);
+  __device__ __forceinline__ Row(Read from, int n, int room) : read(from), count(n), kept(nullptr) {
+    extern __shared__ uint64_t numbers[];
+    if (n > room) return;
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += kWarps * 32) numbers[i] = read(i);
+    kept = numbers;  // a thread reads what it wrote itself
   }
-  __device__ __forceinline__ int place(int i) const { return first + 32 * i + static_cast<int>(threadIdx.x % 32); }
-  // A score of 0 is positive, so that those that are equal have the same bits.
-  __device__ __forceinline__ float read(int i) const {
-    const int at = place(i);
-    if (at >= count) return negative_infinity();
-    const int first_part = at << log2_fold, last_part = min(first_part + (1 << log2_fold), written);
-    float most = from[first_part];
-    for (int part = first_part + 1; part < last_part; ++part) most = fmaxf(most, from[part]);
-    return most + 0.0f;
-  }
-  // Calls use(score, place, step) for each of the thread's scores, all lanes of a warp together.
+  // Calls use(x) for each of the thread's numbers.
   template <class Use>
   __device__ __forceinline__ void each(Use use) const {
-    if constexpr (kPerLane > 0) {
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if (first + 32 * i < count) use(kept[i], place(i), i);
-      }
+    if (kept) {
+      for (int i = static_cast<int>(threadIdx.x); i < count; i += kWarps * 32) use(kept[i]);
     } else {
-      for (int i = 0; i < steps; ++i) {
-        if (first + 32 * i < count) use(read(i), place(i), i);
-      }
+      for (int i = static_cast<int>(threadIdx.x); i < count; i += kWarps * 32) use(read(i));
     }
   }
 };
 
-// A float's bits as a number in the order of floats.
-__device__ __forceinline__ uint32_t ordered(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// The bins of scores from `least` to `most`, least < most: the first and the last of them fall into different bins.
-struct Bins {
-  float least, factor;
-  uint32_t least_bits;
-  int shift;
-
-  __device__ __forceinline__ Bins(float low, float high)
-      : least(low), factor((kBins - 1) / (high - low)), least_bits(ordered(low)), shift(-1) {
-    if (factor >= 1.0e-30f && factor <= 1.0e30f) return;
-    shift = max(0, 22 - __clz(static_cast<int>(ordered(high) - least_bits)));  // by their bits, which no range is too wide for
+// The scores of all blocks, or of those of the sample; a block may have several, `written` in all.
+struct ReadScores {
+  const float* from;
+  int written, log2_fold;
+  __device__ __forceinline__ uint64_t operator()(int block) const {
+    const int first = block << log2_fold, last = min(first + (1 << log2_fold), written);
+    float most = from[first];
+    for (int part = first + 1; part < last; ++part) most = fmaxf(most, from[part]);
+    return in_order(most, block);
   }
-  __device__ __forceinline__ int operator()(float x) const {
-    if (shift >= 0) return static_cast<int>((ordered(x) - least_bits) >> shift);
-    return min(kBins - 1, static_cast<int>((x - least) * factor));
+};
+
+struct ReadCandidates {
+  const IndexEntry* from;
+  __device__ __forceinline__ uint64_t operator()(int i) const {
+    const float2 entry = *reinterpret_cast<const float2*>(from + i);
+    return in_order(entry.x, __float_as_int(entry.y));
+  }
+};
+
+// Scores that are computed again, one product after the other.
+template <class T>
+struct ReadAgain {
+  const IndexCall& call;
+  const IndexQueries& at;
+  int query, position;
+  CompetingRows in;
+
+  __device__ __forceinline__ const T* row(const TensorView& tensor, int64_t number) const {
+    const int64_t from = at.batch * tensor.batch_stride + at.group * tensor.head_stride + number * tensor.row_stride;
+    return static_cast<const T*>(tensor.data) + from;
+  }
+  __device__ float score(int key) const {
+    const IndexTopKParams& p = call.p;
+    const float* const weights =
+        static_cast<const float*>(p.weights.data) + at.batch * p.weights.batch_stride + at.group * p.weights.head_stride;
+    const T *const of_query = row(p.query, query), *const of_key = row(p.key, key);
+    float sum = 0.0f;
+    for (int64_t head = 0; head < p.heads; ++head) {
+      float product = 0.0f;
+      const uint4* const left = reinterpret_cast<const uint4*>(of_query + head * p.query_head_stride);
+      for (int part = 0; part < static_cast<int>(p.head_dim) / 8; ++part) {
+        const uint4 a = left[part], b = reinterpret_cast<const uint4*>(of_key)[part];
+        const uint32_t pairs[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 x = Element<T>::widen_pair(pairs[i][0]), y = Element<T>::widen_pair(pairs[i][1]);
+          product = fmaf(x.y, y.y, fmaf(x.x, y.x, product));
+        }
+      }
+      product *= static_cast<float>(p.scale);
+      sum = fmaf(weights[query * p.weights.row_stride + head], product < 0.0f ? 0.0f : product, sum);
+    }
+    const int log2_width = p.is_pooled ? p.log2_block : 0;
+    const float distance = static_cast<float>((key << log2_width) - position) + static_cast<float>((1 << log2_width) - 1) * 0.5f;
+    return fmaf(p.slope ? static_cast<const float*>(p.slope)[at.group] : 0.0f, distance, sum);
+  }
+  __device__ uint64_t operator()(int block) const {
+    const IndexTopKParams& p = call.p;
+    const int32_t* const start = row_of<const int32_t>(p.start, at.batch, at.group);
+    const int32_t* const end = row_of<const int32_t>(p.end, at.batch, at.group);
+    const int log2_block = call.log2_score_block + call.log2_fold;
+    uint64_t best = kNothing;
+    for (int key = block << log2_block; key < static_cast<int>(p.keys) && key < (block + 1) << log2_block; ++key) {
+      bool is_in = (key >= in.first && key < in.end) || (key >= in.later && key < in.later_end);
+      if (start) is_in = is_in && start[key] <= position;
+      if (end) is_in = is_in && position < end[key];
+      if (is_in) best = max(best, in_order(score(key), block));
+    }
+    return best;
   }
 };
 
 template <int kWarps>
 struct Shared {
-  int counts[kBins];
-  float ranked_score[kMostRanked];
-  int ranked_place[kMostRanked];
-  float least[kWarps], most[kWarps];
+  static constexpr int kThreads = kWarps * 32, kBins = kThreads * 8 < 1024 ? kThreads * 8 : 1024;
+  static constexpr int kMostRanked = kWarps < 8 ? 64 * kWarps : 512;
+  union {
+    int counts[kBins];  // of a bin's numbers
+    int chosen[kBins];  // of the places in front of a word's
+  };
+  uint32_t words[kBins];  // a bit for each place
+  uint64_t ranked[kMostRanked];
+  uint64_t least[kWarps], most[kWarps], cut;
   int of_warp[kWarps];
-  int count, bin, wanted;
-  Chosen cut;
+  int ranked_count, bin, wanted;
 };
 
+// The sum of `own` over the threads in front of this one, and over all.
 template <int kWarps>
-__device__ __forceinline__ void share_range(Shared<kWarps>& s, float& least, float& most, int& count) {
+__device__ __forceinline__ int sum_before(Shared<kWarps>& s, int own, int& total) {
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  int sum = own;
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    least = fminf(least, __shfl_xor_sync(0xffffffffu, least, step)), most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, step);
+    sum += lane >= step ? other : 0;
   }
-  count = __reduce_add_sync(0xffffffffu, count);
-  if (threadIdx.x % 32 == 0)
-    s.least[threadIdx.x / 32] = least, s.most[threadIdx.x / 32] = most, s.of_warp[threadIdx.x / 32] = count;
+  if (lane == 31) s.of_warp[warp] = sum;
   __syncthreads();
-  count = 0;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
-    least = fminf(least, s.least[warp]), most = fmaxf(most, s.most[warp]), count += s.of_warp[warp];
+  int before = sum - own;
+  total = 0;
+  for (int other = 0; other < kWarps; ++other) {
+    before += other < warp ? s.of_warp[other] : 0, total += s.of_warp[other];
   }
   __syncthreads();
+  return before;
 }
 
-// The bin that holds the `wanted`-th largest score, and how many of its scores are wanted: the first warp adds up the counts from
-// the last bin down.
+// The bin that holds the `wanted`-th best number, the last bin's being the best, and the how manieth of its numbers that is.
 template <int kWarps>
 __device__ __forceinline__ void find_bin(Shared<kWarps>& s, int wanted) {
-  constexpr int kEach = kBins / 32;
-  if (threadIdx.x < 32) {
-    const int lane = static_cast<int>(threadIdx.x), last = kBins - 1 - lane * kEach;
-    int own = 0;
+  constexpr int kBins = Shared<kWarps>::kBins, kEach = kBins / Shared<kWarps>::kThreads;
+  const int last = kBins - 1 - static_cast<int>(threadIdx.x) * kEach;
+  int own = 0, total = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) own += s.counts[last - i];
-    int before = own;  // in this lane's bins and those after them
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, before, step);
-      before += lane >= step ? other : 0;
-    }
-    before -= own;
-    if (before < wanted && wanted <= before + own) {
-      int bin = last, left = wanted - before;
-      while (s.counts[bin] < left) left -= s.counts[bin--];
-      s.bin = bin, s.wanted = left;
-    }
+  for (int i = 0; i < kEach; ++i) own += s.counts[last - i];
+  const int before = sum_before(s, own, total);
+  if (before < wanted && wanted <= before + own) {
+    int bin = last, left = wanted - before;
+    while (s.counts[bin] < left) left -= s.counts[bin--];
+    s.bin = bin, s.wanted = left;
   }
   __syncthreads();
 }
 
-// Of the scores that are equal to `score`, the place of the `wanted`-th from the end.
-template <int kWarps, class Scores>
-__device__ __forceinline__ void find_equal(Shared<kWarps>& s, const Scores& row, float score, int wanted) {
-  int own = 0;
-  row.each([&](float x, int, int) { own += __popc(__ballot_sync(0xffffffffu, x == score)); });
-  if (threadIdx.x % 32 == 0) s.of_warp[threadIdx.x / 32] = own;
-  __syncthreads();
-  const int warp = static_cast<int>(threadIdx.x / 32);
-  int behind = 0;
-  for (int other = warp + 1; other < kWarps; ++other) behind += s.of_warp[other];
-  if (behind < wanted && wanted <= behind + own) {
-    int from_start = own - (wanted - behind);  // equal ones of this warp in front of it
-    row.each([&](float x, int place, int) {
-      const uint32_t equal = __ballot_sync(0xffffffffu, x == score);
-      if (x == score && __popc(equal & lanes_before()) == from_start) s.cut = {score, place};
-      from_start -= __popc(equal);
-      from_start = from_start < 0 ? 1 << 30 : from_start;
-    });
-  }
-  __syncthreads();
-}
-
-// The worst score that is chosen, into s.cut.
-template <int kWarps, class Scores>
-__device__ __forceinline__ void find_cut(Shared<kWarps>& s, const Scores& row, int wanted) {
-  constexpr int kThreads = kWarps * 32;
+// The least number that is chosen, which is the `wanted`-th best; kAll where there are no more than that.
+template <int kWarps, class Numbers>
+__device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& row, int wanted) {
+  constexpr int kThreads = Shared<kWarps>::kThreads, kBins = Shared<kWarps>::kBins, kMostRanked = Shared<kWarps>::kMostRanked;
   const int thread = static_cast<int>(threadIdx.x);
-  float least = -negative_infinity(), most = negative_infinity();
-  int count = 0;
-  row.each([&](float x, int, int) {
-    if (!(x > negative_infinity())) return;
-    least = fminf(least, x), most = fmaxf(most, x), ++count;
+  if (wanted == 0) return ~uint64_t{0};
+  uint64_t least = ~uint64_t{0}, most = 0;
+  int own = 0, count = 0;
+  row.each([&](uint64_t x) {
+    if (x == kNothing) return;
+    least = min(least, x), most = max(most, x), ++own;
   });
-  share_range(s, least, most, count);
-  if (thread == 0) s.cut = wanted > 0 ? Chosen{negative_infinity(), 1 << 30} : Chosen{-negative_infinity(), 1 << 30};
-  __syncthreads();
-  if (count <= wanted || wanted == 0) return;
-  while (least < most) {
-    const Bins bin_of(least, most);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    least = min(least, __shfl_xor_sync(0xffffffffu, least, step)), most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
+  }
+  if (thread % 32 == 0) s.least[thread / 32] = least, s.most[thread / 32] = most;
+  sum_before(s, own, count);
+  for (int warp = 0; warp < kWarps; ++warp) least = min(least, s.least[warp]), most = max(most, s.most[warp]);
+  if (count <= wanted) return kAll;
+  for (;;) {
+    const int shift = max(0, 64 - __clzll(static_cast<long long>(most - least)) - (31 - __clz(kBins)));
     for (int bin = thread; bin < kBins; bin += kThreads) s.counts[bin] = 0;
-    if (thread == 0) s.count = 0;
+    if (thread == 0) s.ranked_count = 0;
     __syncthreads();
-    row.each([&](float x, int, int) {
-      if (x >= least && x <= most && x > negative_infinity()) atomicAdd(&s.counts[bin_of(x)], 1);
+    row.each([&](uint64_t x) {
+      if (x >= least && x <= most) atomicAdd(&s.counts[(x - least) >> shift], 1);
     });
     __syncthreads();
     find_bin(s, wanted);
-    const int bin = s.bin;
+    const int bin = s.bin, found = s.counts[bin];
     wanted = s.wanted;
-    // Collect the bin's scores, and their range in case they are too many.
-    float low = -negative_infinity(), high = negative_infinity();
-    row.each([&](float x, int place, int) {
-      if (!(x >= least && x <= most && x > negative_infinity()) || bin_of(x) != bin) return;
-      low = fminf(low, x), high = fmaxf(high, x);
-      const int at = atomicAdd(&s.count, 1);
-      if (at < kMostRanked) s.ranked_score[at] = x, s.ranked_place[at] = place;
-    });
+    least += static_cast<uint64_t>(bin) << shift;
+    most = least + min(most - least, (uint64_t{1} << shift) - 1);
+    if (found <= kMostRanked) break;
     __syncthreads();
-    const int found = s.count;
-    if (found <= kMostRanked) {
-      for (int i = thread; i < found; i += kThreads) {
-        const Chosen own{s.ranked_score[i], s.ranked_place[i]};
-        int better = 0;
-        for (int j = 0; j < found; ++j) better += own.is_behind(s.ranked_score[j], s.ranked_place[j]);
-        if (better == wanted) s.cut = own;  // itself among them
-      }
-      __syncthreads();
-      return;
-    }
-    share_range(s, low, high, count);
-    least = low, most = high;
   }
-  find_equal(s, row, least, wanted);
+  row.each([&](uint64_t x) {
+    if (x >= least && x <= most) s.ranked[atomicAdd(&s.ranked_count, 1)] = x;
+  });
+  __syncthreads();
+  const int found = s.ranked_count;
+  for (int i = thread; i < found; i += kThreads) {
+    const uint64_t x = s.ranked[i];
+    int better = 0;
+    for (int j = 0; j < found; ++j) better += s.ranked[j] >= x;
+    if (better == wanted) s.cut = x;  // itself among them
+  }
+  __syncthreads();
+  return s.cut;
 }
 
-// The places behind the cut, in ascending order, and then -1.
-template <int kWarps, class Scores>
-__device__ __forceinline__ void write_list(Shared<kWarps>& s, const Scores& row, int top, int32_t* indices, float* scores) {
-  const Chosen cut = s.cut;
-  const auto is_chosen = [&](float x, int place) { return x > negative_infinity() && cut.is_behind(x, place); };
-  int own = 0;
-  row.each([&](float x, int place, int) { own += __popc(__ballot_sync(0xffffffffu, is_chosen(x, place))); });
-  if (threadIdx.x % 32 == 0) s.of_warp[threadIdx.x / 32] = own;
-  __syncthreads();
-  int at = 0, total = 0;
-  for (int warp = 0; warp < kWarps; ++warp) {
-    at += warp < static_cast<int>(threadIdx.x / 32) ? s.of_warp[warp] : 0, total += s.of_warp[warp];
-  }
-  row.each([&](float x, int place, int) {
-    const bool chosen = is_chosen(x, place);
-    const uint32_t all = __ballot_sync(0xffffffffu, chosen);
-    if (chosen) {
-      const int to = at + __popc(all & lanes_before());
-      indices[to] = place;
-      if (scores) scores[to] = x;
+// The places of the numbers from the cut on, all below `places`, in ascending order, and then -1: a bit for each in shared
+// memory, for a part of the places at a time.
+template <int kWarps, class Numbers>
+__device__ __forceinline__ void write_list(Shared<kWarps>& s, const Numbers& row, uint64_t cut, int places, int top,
+                                           int32_t* indices, float* scores) {
+  constexpr int kThreads = Shared<kWarps>::kThreads, kWords = Shared<kWarps>::kBins, kEach = kWords / kThreads;
+  const int thread = static_cast<int>(threadIdx.x);
+  int written = 0;
+  for (int first = 0; first < places; first += 32 * kWords) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) s.words[thread + i * kThreads] = 0;
+    __syncthreads();
+    row.each([&](uint64_t x) {
+      const int place = place_of(x) - first;
+      if (x >= cut && place >= 0 && place < 32 * kWords) atomicOr(&s.words[place / 32], 1u << place % 32);
+    });
+    __syncthreads();
+    int own = 0, total = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) own += __popc(s.words[thread * kEach + i]);
+    int before = sum_before(s, own, total);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      s.chosen[thread * kEach + i] = before;
+      before += __popc(s.words[thread * kEach + i]);
     }
-    at += __popc(all);
-  });
-  for (int i = total + static_cast<int>(threadIdx.x); i < top; i += kWarps * 32) {
+    __syncthreads();
+    row.each([&](uint64_t x) {
+      const int place = place_of(x) - first;
+      if (x < cut || place < 0 || place >= 32 * kWords) return;
+      const int to = written + s.chosen[place / 32] + __popc(s.words[place / 32] & ((1u << place % 32) - 1));
+      indices[to] = first + place;
+      if (scores) scores[to] = score_of(x);
+    });
+    written += total;
+    __syncthreads();
+  }
+  for (int i = written + thread; i < top; i += kThreads) {
     indices[i] = -1;
     if (scores) scores[i] = negative_infinity();
   }
 }
 
-// scores [rows of this part, row_stride] -> indices and scores [B, G, Sq, K]. A block of threads for each row.
-template <int kWarps, int kPerLane>
-__global__ __launch_bounds__(kWarps * 32) void index_choice_kernel(const __grid_constant__ IndexCall call) {
+// What a block of threads has to do: a row of the part.
+struct RowOfPart {
+  int64_t number;
+  IndexQueries at;
+  int query;
+  bool is_real;
+  CompetingRows in;
+  int blocks;  // of the row that may compete
+
+  __device__ __forceinline__ explicit RowOfPart(const IndexCall& call)
+      : number(blockIdx.x), at(call, static_cast<int>(number / kIndexTileQueries)) {
+    query = at.first + static_cast<int>(number % kIndexTileQueries), is_real = query < call.p.query_length;
+    in = competing_rows(call.p, at.offset + query, at.length);
+    const int log2_block = call.log2_score_block + call.log2_fold;
+    blocks = (max(in.end, in.later_end) + (1 << log2_block) - 1) >> log2_block;
+  }
+  __device__ __forceinline__ ReadScores scores(const IndexCall& call) const {
+    const int written = (max(in.end, in.later_end) + (1 << call.log2_score_block) - 1) >> call.log2_score_block;
+    return {call.scores + number * call.row_stride, written, call.log2_fold};
+  }
+};
+
+// scores [rows of this part, row_stride] of the sample -> bounds. room: for so many numbers in shared memory.
+template <int kWarps>
+__global__ __launch_bounds__(kWarps * 32) void index_bounds_kernel(const __grid_constant__ IndexCall call, int room) {
   __shared__ Shared<kWarps> s;
-  const IndexTopKParams& p = call.p;
-  const int row_of_part = static_cast<int>(blockIdx.x);
-  const IndexQueries at(call, row_of_part / kIndexTileQueries);
-  const int query = at.first + row_of_part % kIndexTileQueries, top = static_cast<int>(p.top);
-  if (query >= p.query_length) return;
-  const CompetingRows in = competing_rows(p, at.offset + query, at.length);
-  const int log2_block = call.log2_score_block + call.log2_fold;
-  const int end = max(in.end, in.later_end), count = (end + (1 << log2_block) - 1) >> log2_block;
-  const int written = (end + (1 << call.log2_score_block) - 1) >> call.log2_score_block;
-  const Row<kWarps, kPerLane> row(call.scores + row_of_part * call.row_stride, count, written, call.log2_fold);
-  find_cut(s, row, top);
-  const int64_t list = ((at.batch * p.groups + at.group) * p.query_length + query) * p.top;
-  write_list(s, row, top, p.indices + list, p.scores ? static_cast<float*>(p.scores) + list : nullptr);
+  const RowOfPart own(call);
+  if (!own.is_real) return;
+  const int log2 = call.sample.log2;
+  const Row<kWarps, ReadScores> row(own.scores(call), (own.blocks + (1 << log2) - 1) >> log2, room);
+  const uint64_t cut = find_cut(s, row, call.sample.rank);
+  if (threadIdx.x > 0) return;
+  call.counts[own.number] = 0;
+  call.bounds[own.number] = cut == kAll ? IndexEntry{kLeast, 0} : IndexEntry{score_of(cut), sampled_block(place_of(cut), log2)};
 }
 
-template <int kWarps, int kPerLane>
-cudaError_t launch_choice(const IndexCall& call, cudaStream_t stream) {
-  index_choice_kernel<kWarps, kPerLane><<<grid_of(call.tiles * kIndexTileQueries), kWarps * 32, 0, stream>>>(call);
+template <int kWarps, class Read>
+__device__ __forceinline__ void choose(Shared<kWarps>& s, const IndexCall& call, const RowOfPart& own, Read read, int count,
+                                       int room) {
+  const IndexTopKParams& p = call.p;
+  const Row<kWarps, Read> row(read, count, room);
+  const uint64_t cut = find_cut(s, row, static_cast<int>(p.top));
+  const int64_t list = ((own.at.batch * p.groups + own.at.group) * p.query_length + own.query) * p.top;
+  write_list(s, row, cut, own.blocks, static_cast<int>(p.top), p.indices + list,
+             p.scores ? static_cast<float*>(p.scores) + list : nullptr);
+}
+
+template <int kWarps, class T>
+__device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& call, const RowOfPart& own, int room) {
+  const ReadAgain<T> read{call, own.at, own.query, static_cast<int>(own.at.offset) + own.query, own.in};
+  choose<kWarps>(s, call, own, read, own.blocks, room);
+}
+
+// Scores or candidates -> indices and scores [B, G, Sq, K]. A block of threads for each row.
+template <int kWarps, bool kSampled>
+__global__ __launch_bounds__(kWarps * 32) void index_choice_kernel(const __grid_constant__ IndexCall call, int room) {
+  __shared__ Shared<kWarps> s;
+  const RowOfPart own(call);
+  if (!own.is_real) return;
+  if constexpr (kSampled) {
+    const int count = call.counts[own.number], capacity = static_cast<int>(call.sample.capacity);
+    const bool is_short = count < call.p.top && call.bounds[own.number].score > kLeast;
+    if (!is_short && count <= capacity) {
+      choose<kWarps>(s, call, own, ReadCandidates{call.candidates + own.number * capacity}, count, room);
+    } else if (call.p.dtype == DType::kBFloat16) {
+      choose_again<kWarps, __nv_bfloat16>(s, call, own, room);
+    } else {
+      choose_again<kWarps, __half>(s, call, own, room);
+    }
+  } else {
+    choose<kWarps>(s, call, own, own.scores(call), own.blocks, room);
+  }
+}
+
+// Launches a kernel with a block of threads for each row of `count` numbers: kernel(warps) gives it.
+template <int kWarps>
+cudaError_t launch_rows(void (*kernel)(IndexCall, int), KernelAttribute& known, const IndexCall& call, int64_t count,
+                        cudaStream_t stream) {
+  constexpr int64_t kMostBytes = 80 << 10;  // beside two more such blocks
+  const int room = static_cast<int>(std::min<int64_t>(count, kMostBytes / 8));
+  const cudaError_t status = allow_shared_bytes(known, kernel, static_cast<int>(kMostBytes));
+  if (status != cudaSuccess) return status;
+  kernel<<<grid_of(call.tiles * kIndexTileQueries), kWarps * 32, room * 8, stream>>>(call, room);
   return cudaGetLastError();
+}
+
+template <int kWarps>
+cudaError_t launch_bounds_of(const IndexCall& call, int64_t count, cudaStream_t stream) {
+  static KernelAttribute known;
+  return launch_rows<kWarps>(index_bounds_kernel<kWarps>, known, call, count, stream);
+}
+
+template <int kWarps, bool kSampled>
+cudaError_t launch_choice_of(const IndexCall& call, int64_t count, cudaStream_t stream) {
+  static KernelAttribute known;
+  return launch_rows<kWarps>(index_choice_kernel<kWarps, kSampled>, known, call, count, stream);
+}
+
+template <bool kSampled>
+cudaError_t launch_choice(const IndexCall& call, int64_t count, cudaStream_t stream) {
+  if (count <= 1024) return launch_choice_of<1, kSampled>(call, count, stream);
+  if (count <= 4096) return launch_choice_of<4, kSampled>(call, count, stream);
+  return launch_choice_of<16, kSampled>(call, count, stream);
 }
 
 }  // namespace
 
+cudaError_t launch_index_bounds(const IndexCall& call, cudaStream_t stream) {
+  const int64_t count = (scores_of_row(call.p, call.log2_score_block) >> call.sample.log2) + 1;
+  if (count <= 1025) return launch_bounds_of<1>(call, count, stream);
+  if (count <= 4097) return launch_bounds_of<4>(call, count, stream);
+  return launch_bounds_of<16>(call, count, stream);
+}
+
 cudaError_t launch_index_choice(const IndexCall& call, cudaStream_t stream) {
-  const int64_t blocks = scores_of_row(call.p, call.log2_score_block + call.log2_fold);
-  if (blocks <= 4 * 32 * 16) return launch_choice<4, 16>(call, stream);
-  if (blocks <= 16 * 32 * 16) return launch_choice<16, 16>(call, stream);
-  if (blocks <= 16 * 32 * 64) return launch_choice<16, 64>(call, stream);
-  return launch_choice<32, 0>(call, stream);
+  if (call.sample.log2 > 0) return launch_choice<true>(call, call.sample.capacity, stream);
+  return launch_choice<false>(call, scores_of_row(call.p, call.log2_score_block + call.log2_fold), stream);
 }
 
 }  // namespace dmattn::cuda

@@ -6,7 +6,7 @@
 namespace dmattn::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr int kRangeWords = 8192, kRangeKeys = kRangeWords * 32;  // keys that have a bit at once
 
 // Sets the bits of keys first, .., last - 1, as far as they lie in the range that begins at `range`. `step` threads share the
