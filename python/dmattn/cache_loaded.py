@@ -33,12 +33,14 @@ def check_loaded(prefix: str, state_dict: Mapping[str, object], own: CacheState,
     if found.keys() != own._asdict().keys():
         return
     position, steps, kept = (found[name].long() for name in ("position", "steps", "kept"))
+    score, slot = found["score"], torch.arange(position.shape[-1])
+    is_selected = (slot >= sizes.sink_keys + sizes.local) & (slot < sizes.visible())
     is_right = {
         "steps": (steps >= 0) & (steps == steps[:, :1]),
         "kept": (kept >= 0) & (kept <= steps.clamp(max=sizes.rewind)),
         "position": _fits_slots(position, steps[..., None], sizes),
         "entered": _is_none_or(found["entered"], sizes.sink_keys + sizes.local, sizes.visible()),
-        "score": (position >= 0) | (found["score"] == -torch.inf),
+        "score": torch.where(position < 0, score == -torch.inf, ~is_selected | (score > -torch.inf)),
     }
     for name, right in is_right.items():
         if not bool(right.all()):

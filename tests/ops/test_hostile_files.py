@@ -284,3 +284,27 @@ def test_a_file_is_refused_or_means_what_it_holds(kind):
         else:
             compare()
     assert 0 < refused < COUNT
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "number"),
+    [
+        ("steps", (0, 0), -1), ("steps", (0, 1), 12), ("kept", (0, 0), 3), ("kept", (0, 0), -1), ("position", (0, 0, 0), 1),
+        ("position", (0, 0, 3), 9), ("position", (0, 0, 5), 10), ("position", (0, 0, 6), 6), ("position", (0, 0, 9), 13),
+        ("entered", (0, 0, 0), 2), ("entered", (0, 0, 1), 9), ("score", (0, 0, 6), float("nan")), ("score", (0, 0, 6), -float("inf")),
+    ],
+)  # fmt: skip
+def test_a_cache_refuses_a_state_that_no_tokens_leave(name, at, number):
+    cache, state = bounded(), {key: x.clone() for key, x in original("bounded").items()}
+    state[name][at] = number
+    before = {key: x.clone() for key, x in cache.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"^{name}: expected the state that tokens leave in a cache, got {number} at "):
+        cache.load_state_dict(state)
+    assert_same_bits(before, cache.state_dict())
+
+
+def test_an_empty_slot_has_no_score():
+    cache, state = bounded(), bounded().state_dict()
+    state["score"][0, 0, 6] = 1.0
+    with pytest.raises(ValueError, match=r"^score: expected the state that tokens leave in a cache, got 1.0 at \[0, 0, 6\]"):
+        cache.load_state_dict(state)
