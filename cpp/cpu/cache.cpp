@@ -92,7 +92,7 @@ void update(const CacheParams& p) {
     if (slots.step < 0 || slots.step == std::numeric_limits<int32_t>::max()) return;
     take_token<Score>(p, slots.step, slots);
     p.steps[task] = slots.step + 1;
-    p.kept[task] = std::min(p.kept[task] + 1, p.rewind);
+    p.kept[task] = std::min(p.kept[task], p.rewind - 1) + 1;
   });
 }
 
@@ -189,7 +189,7 @@ void extend(const CacheParams& p) {
       if (slot >= 0 && slot < visible && !is_there) copy_from_chunk(p, slots, key, slot);
     }
     p.steps[task] = after;
-    p.kept[task] = std::min(p.kept[task] + taken, p.rewind);
+    p.kept[task] = std::min(p.kept[task], p.rewind - taken) + taken;
   });
 }
 
@@ -201,6 +201,7 @@ void join(const JoinParams& join) {
   for_each_task(p.batch * p.kv_heads, [&](int64_t task, int64_t) {
     const int64_t batch = task / p.kv_heads, head = task % p.kv_heads;
     const int32_t taken = p.lengths ? std::clamp(p.lengths[batch], 0, p.tokens) : p.tokens;
+    constexpr int64_t last_position = std::numeric_limits<int32_t>::max();
     const int32_t* const position = p.position + task * p.slots;
     int32_t* const slot = join.slot + task * join.visible;
     for (int32_t i = 0; i < join.visible; ++i) slot[i] = i;
@@ -224,7 +225,7 @@ void join(const JoinParams& join) {
     };
     for (int32_t token = 0; token < p.tokens; ++token) {
       put(join.visible + token, row(p.new_key, token), row(p.new_value, token), new_score<Score>(p, batch, head, token),
-          token < taken ? p.steps[task] + token : kNoPosition);
+          token < taken ? static_cast<int32_t>(std::min(int64_t{p.steps[task]} + token, last_position)) : kNoPosition);
     }
   });
 }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dmattn import checks, ops, unsupported
 from dmattn.autograd import refuse_gradients
 from dmattn.cache_chunk import CacheCall, CacheSizes, CacheState, take_chunk
+from dmattn.cache_loaded import check_loaded
 from dmattn.fake import accumulate_dtype
 from dmattn.renamed import renamed
 
@@ -388,6 +389,7 @@ class BoundedCache(nn.Module):
             if isinstance(theirs, list) and len(theirs) == len(self.sizes):
                 theirs = CacheSizes(*theirs)._asdict()
             raise ValueError(f"{prefix}state_dict: expected that of a cache with {self.sizes._asdict()}, got one with {theirs}")
+        check_loaded(prefix, state_dict, self._state(), self.sizes)
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     __prepare_scriptable__ = unsupported.scripting_refused  # torch.jit.script calls it first

@@ -568,6 +568,22 @@ def test_memory_does_not_grow(device, exact):
     assert "window=4" in repr(cache)
 
 
+def test_a_chunk_that_finds_no_memory_changes_nothing(monkeypatch):
+    history = History(60, torch.float64, "cpu")
+    cache, expected = (history.cache(5, 3, 2, rewind=2) for _ in range(2))
+    feed(cache, history, [20]), feed(expected, history, [20])
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("no memory left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dmattn.cache_chunk.attend", no_memory)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+            cache.attend(*history.tokens(20, 60))
+    assert_same_state(cache, expected)
+    assert torch.equal(cache.attend(*history.tokens(20, 30)), expected.attend(*history.tokens(20, 30)))
+
+
 def test_autocast_brings_tokens_to_the_cache(device):
     history = History(20, torch.float32, device)
     cache, narrow = (

@@ -169,4 +169,5 @@ class EvictionCache(nn.Module):
         return self.length
 
     def set_extra_state(self, state: Any) -> None:
-        self.length = int(state)
+        checks.natural_int("length", state)
+        self.length = state

@@ -11,8 +11,7 @@ from dmattn import checks
 from dmattn.fake import table_size
 from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask, Mask
 from dmattn.masks.block import GPU_TILE
-
-SEGMENTS = (None, "causal", "whole")  # their places here are what a state dict holds
+from dmattn.masks.interval import SEGMENTS
 
 
 class MaskBuffer(nn.Module):
@@ -57,9 +56,11 @@ class MaskBuffer(nn.Module):
     @property
     def mask(self) -> Mask:
         """The mask, made of the buffers as they are now."""
+        return self._type._build(**self._mask_fields())
+
+    def _mask_fields(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in self._type.LEAVES if name not in self._facts}
-        parts = {name: value.mask if isinstance(value, MaskBuffer) else value for name, value in fields.items()}
-        return self._type._build(**parts, **self._facts)
+        return {name: value.mask if isinstance(value, MaskBuffer) else value for name, value in fields.items()} | self._facts
 
     def get_extra_state(self) -> Tensor:
         """The facts that are no tensors, int64 [4 or less]."""
@@ -112,12 +113,22 @@ class MaskBuffer(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         if not self._persistent:
             return
-        for name, own in self._buffers.items():
-            loaded = state_dict.get(prefix + name)
-            if own is not None and isinstance(loaded, Tensor):  # new tensors: the old ones may be a mask's that is still in use
-                any_slots = name == "bits" and loaded.shape[1:] == own.shape[1:]
-                self._buffers[name] = own.new_empty(loaded.shape if any_slots else own.shape)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        held, facts = dict(self._buffers), self._facts
+        try:
+            for name, own in held.items():
+                loaded = state_dict.get(prefix + name)
+                if own is not None and isinstance(loaded, Tensor):  # new tensors: a mask that is in use may have the old ones
+                    checks.dtype(prefix + name, loaded, (own.dtype,))
+                    any_slots = name == "bits" and loaded.shape[1:] == own.shape[1:]
+                    if any_slots or loaded.shape == own.shape:  # else torch refuses it
+                        self._buffers[name] = own.new_empty(loaded.shape)
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            if self._type is not CombinedMask:  # whose parts are loaded by themselves
+                self._type._checked(**self._mask_fields())
+        except (TypeError, ValueError):
+            self._buffers.update(held)
+            self._facts = facts
+            raise
 
     def extra_repr(self) -> str:
         return "" if self._type is CombinedMask else repr(self.mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, SupportsIndex, TypeVar
@@ -30,6 +31,17 @@ class MaskData:
         for name in (*cls.LEAVES, *cls.CONSTANTS):
             object.__setattr__(mask, name, fields[name])
         return mask
+
+    @classmethod
+    def _checked(cls: type[M], **fields: Any) -> M:
+        """A mask from its fields as a file gives them. What the constructor refuses is refused."""
+        return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls) if field.init})  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What ``torch.load``, pickle and copy call. A file of an earlier version may lack fields that have a default."""
+        checks.instance("state", state, dict, "the fields of a mask")
+        fields = {name: state[name] if name in state else getattr(type(self), name) for name in (*self.LEAVES, *self.CONSTANTS)}
+        vars(self).update(vars(self._checked(**fields)))
 
     def _fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*self.LEAVES, *self.CONSTANTS)}

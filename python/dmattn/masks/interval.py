@@ -23,6 +23,7 @@ from dmattn.renamed import renamed
 from dmattn.sharding import alike
 
 Segments = Literal["causal", "whole"]
+SEGMENTS = (None, "causal", "whole")  # their places here are what a state dict holds
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -71,6 +72,19 @@ class IntervalMask(MaskData):
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "end", end)
         object.__setattr__(self, "any_length", start.shape[2] == 1 and end.shape[2] == 1)
+
+    @classmethod
+    def _checked(cls, **fields: Any) -> IntervalMask:
+        mask = super()._checked(**fields)
+        any_length, segments, most_keys = (fields[name] for name in cls.CONSTANTS)
+        if checks.flag("any_length", any_length) and not mask.any_length:
+            raise ValueError(
+                f"any_length: expected False for a mask of {max(mask.start.shape[2], mask.end.shape[2])} keys, got True"
+            )
+        if segments not in SEGMENTS:
+            raise ValueError(f"segments: expected one of {SEGMENTS}, got {segments!r}")
+        checks.natural_int("most_keys", most_keys)
+        return mask._replace(any_length=any_length, segments=segments, most_keys=most_keys)
 
     @classmethod
     def _of_length(cls, start: Tensor, end: Tensor, segments: Segments | None = None, most_keys: int = 0) -> IntervalMask:

@@ -291,4 +291,12 @@ class IndexedCache(nn.Module):
         own = sum(given.numel() * given.element_size() for given in (self.key, self.value, self.index_key, self.length))
         return own + (0 if self.streaming is None else self.streaming.nbytes)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        length = state_dict.get(f"{prefix}length")
+        if isinstance(length, Tensor):
+            checks.dtype(f"{prefix}length", length, (torch.int32,))
+            if checks.values_are_known(length) and bool(((length < 0) | (length > self.max_length)).any()):
+                raise ValueError(f"{prefix}length: expected numbers of tokens from 0 to {self.max_length}, got {length.tolist()}")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
     __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first
