@@ -1,13 +1,12 @@
-"""The README's table of three models that differ in attention alone, from the training runs in benchmarks/results/nvidia-h200/quality.jsonl.
+"""The README's table of four models that differ in attention alone, from the training runs in benchmarks/results.
 
-``recommended`` is `nn.DynamicMaskAttention.recommended`, ``dense+`` the best dense model and ``sliding+`` the best sliding window. Memory of
-decoding is counted from the caches themselves.
+``per-query`` is `nn.IndexedAttention.recommended`, ``recommended`` `nn.DynamicMaskAttention.recommended`, ``dense+`` the best dense model and
+``sliding+`` the best sliding window. Memory of decoding is counted from the caches themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +14,14 @@ from typing import Any
 
 import torch
 from dmattn.cache import BoundedCache
-from dmattn.nn import DynamicMaskAttention
+from dmattn.nn import DynamicMaskAttention, IndexedAttention
 from dmattn.nn.mixed_cache import MixedCache
 
-from dmattn_bench.quality_report import KEPT, NAMES, Run, latest, measured_on
+from dmattn_bench.quality_report import NAMES, OTHER_NAMES, Run, latest, measured_on, runs_of
 from dmattn_bench.tables import markdown
 
 MISSING = "not measured"
+MODELS = {name: model for name, model in {**OTHER_NAMES, **NAMES}.items() if model != "hybrid"}
 LAYERS, WIDTH, HEADS, VISIBLE = 6, 512, 8, 512
 SHORT = {"task": "text", "length": 8192, "visible": VISIBLE, "layers": LAYERS, "width": WIDTH}
 LONG = {**SHORT, "length": 32768, "visible": 1024}
@@ -68,16 +68,15 @@ LINES = (
 
 def table(results: Path) -> str:
     """Markdown: a line for each measure, a column for each model, and what it was measured on."""
-    found = [json.loads(line) for line in (results / KEPT).read_text().splitlines()]
-    runs = [run for run in found if run["complete"] and run["name"] in NAMES]
+    runs = [run for run in runs_of(results) if run["complete"] and run["name"] in MODELS]
     lines, used = [], []
     for line in LINES:
         chosen = latest([run for run in runs if line.settings.items() <= run["settings"].items()])
-        of_each = {name: [run for run in chosen if NAMES[run["name"]] == name] for name in NAMES.values()}
+        of_each = {name: [run for run in chosen if MODELS[run["name"]] == name] for name in MODELS.values()}
         lines.append([line.title, *(line.cell(found) if found else MISSING for found in of_each.values())])
         used += chosen
     lines[3:3] = [decode_memory(length) for length in (8192, 131_072)]
-    return markdown(["8,192 tokens, 512 visible", *NAMES.values()], lines, texts=1) + "\n\n" + measured_on(used)
+    return markdown(["8,192 tokens, 512 visible", *MODELS.values()], lines, texts=1) + "\n\n" + measured_on(used)
 
 
 def decode_memory(length: int) -> list[str]:
@@ -87,7 +86,9 @@ def decode_memory(length: int) -> list[str]:
     options: dict[str, Any] = {"dtype": torch.bfloat16}
     sliding = MixedCache(*(BoundedCache(1, half, 0, size, local=keys, **options) for keys in (local, 2 * VISIBLE - local)))
     everything = 2 * HEADS * length * size * 2
-    of_a_layer = [held(layer.new_cache(1)), everything, held(sliding)]
+    with torch.device("meta"):
+        lists = IndexedAttention.recommended(WIDTH, HEADS, VISIBLE).to(torch.bfloat16).new_cache(1, length)
+    of_a_layer = [held(lists), held(layer.new_cache(1)), everything, held(sliding)]
     return [f"decode memory after {length:,} tokens", *(f"{LAYERS * found / 1e6:,.1f} MB" for found in of_a_layer)]
 
 

@@ -1,4 +1,4 @@
-"""Tables of the page "Does it learn?", from benchmarks/results/nvidia-h200/quality.jsonl, and the form in which runs are kept there."""
+"""Tables of the page "Does it learn?", from quality.jsonl of every machine in benchmarks/results, and the form in which runs are kept there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from dmattn_bench.tables import markdown
 
-KEPT = "nvidia-h200/quality.jsonl"
 Run = dict[str, Any]
 TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {  # which settings belong to which table
     "quality-text": lambda s: s["task"] == "text" and not s["seconds"],
@@ -87,10 +86,14 @@ def called(run: Run) -> str:
     return (f"**{name}**: " if name else "") + described(run["settings"])
 
 
+def runs_of(results: Path) -> list[Run]:
+    """The runs of all machines. Only those of the H200 had a GPU to themselves, so only their seconds can be compared."""
+    return [json.loads(line) for path in sorted(results.glob("*/quality.jsonl")) for line in path.read_text().splitlines()]
+
+
 def table(name: str, results: Path) -> str:
     """Markdown: the runs of each budget, the best first, means over seeds."""
-    runs = [json.loads(line) for line in (results / KEPT).read_text().splitlines()]
-    chosen = [run for run in runs if TABLES[name](run["settings"]) and run["complete"]]
+    chosen = [run for run in runs_of(results) if TABLES[name](run["settings"]) and run["complete"]]
     groups: dict[str, list[Run]] = {}
     for run in chosen:
         groups.setdefault(heading(run), []).append(run)

@@ -277,7 +277,7 @@ def test_kept_runs_become_tables(quality, tmp_path):
     assert "memory_bytes" not in kept[0]
     assert kept[0]["curve"] == [{"step": 1, "seconds": 2.0, "held_bits": 1.5}]
     (tmp_path / "nvidia-h200").mkdir()
-    (tmp_path / quality_report.KEPT).write_text("".join(json.dumps(one) + "\n" for one in kept))
+    (tmp_path / "nvidia-h200/quality.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept))
     lines = [line for line in quality_report.table("quality-text", tmp_path).splitlines() if line.startswith("| ")]
     assert [line.split("|")[1].strip() for line in lines] == [
         "mask", "sliding window", "dense, recency",
@@ -288,7 +288,7 @@ def test_kept_runs_become_tables(quality, tmp_path):
     assert "7.000" in quality_report.table("quality-seconds", tmp_path)
 
 
-def test_the_table_of_three_models_has_their_runs_alone(quality, tmp_path):
+def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
     """Means of the latest run of each seed with the line's settings; what has no run is said to be not measured."""
     from dmattn_bench import quality_report, report
 
@@ -296,14 +296,16 @@ def test_the_table_of_three_models_has_their_runs_alone(quality, tmp_path):
     ours, dense, sliding = quality_report.NAMES
     runs = [run(ours, 1, 9.0), run(ours, 1, 1.0), run(ours, 2, 2.0), run(dense, 1, 1.25), run("dense", 1, 5.0), run(sliding, 1, 7.0, visible=64),
             run(sliding, 1, 8.0) | {"complete": False}, run(sliding, 1, 1.75, seconds=50) | {"tokens_per_second": 1234.5}]  # fmt: skip
-    (tmp_path / "nvidia-h200").mkdir()
-    (tmp_path / quality_report.KEPT).write_text("".join(json.dumps(quality_report.kept(one)) + "\n" for one in runs))
+    of_lists = run("query+local4+recency+mixed+barely+rows4+peak+explore+last", 1, 0.75)
+    for path, found in (("nvidia-h200/quality.jsonl", runs), ("another/quality.jsonl", [of_lists])):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text("".join(json.dumps(quality_report.kept(one)) + "\n" for one in found))
     lines = report.table_of("models", tmp_path).splitlines()
-    assert lines[0] == "| 8,192 tokens, 512 visible | recommended | dense+ | sliding+ |"
+    assert lines[0] == "| 8,192 tokens, 512 visible | per-query | recommended | dense+ | sliding+ |"
     assert lines[2:5] == [
-        "| bits per byte, 2,000 steps | 1.500 ± 0.500 | 1.250 | not measured |",
-        "| bits per byte, 50 seconds | not measured | not measured | 1.750 |",
-        "| tokens per second in training | not measured | not measured | 1,234 |",
+        "| bits per byte, 2,000 steps | 0.750 | 1.500 ± 0.500 | 1.250 | not measured |",
+        "| bits per byte, 50 seconds | not measured | not measured | not measured | 1.750 |",
+        "| tokens per second in training | not measured | not measured | not measured | 1,234 |",
     ]
     kept_whole = 6 * 2 * 8 * 8192 * 64 * 2  # layers, key and value, heads, tokens, size, bytes
     assert lines[5].startswith("| decode memory after 8,192 tokens | ")
