@@ -261,7 +261,7 @@ CHOOSING = {
         },
     ),
 }
-ENABLED = ("axk2", "deepseek_v32", "glm_moe_dsa")
+ENABLED = ("axk2", "deepseek_v32", "glm_moe_dsa", "qwen4_exp")
 
 
 def choosing(name: str) -> torch.nn.Module:
@@ -316,6 +316,18 @@ def test_an_enabled_indexer_makes_nothing_for_all_pairs(name):
     copied = pickle.loads(pickle.dumps(model))
     tokens = distinct(vocabulary=64)
     assert_close(copied(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+def test_blocks_of_packed_sequences_are_refused():
+    model = enable_index_top_k(choosing("qwen4_exp"))
+    positions = torch.cat((torch.arange(12), torch.arange(8))).expand(2, -1)
+    with pytest.raises(ValueError, match="position_ids: expected one sequence in each row for Qwen4's indexer"):
+        model(input_ids=distinct(vocabulary=64), position_ids=positions, use_cache=False)
+    model = choosing("qwen4_exp")
+    for layer in model.model.layers:
+        layer.self_attn.indexer.compress_ratio = 3
+    with pytest.raises(ValueError, match="indexer_compress_ratio: expected a power of two up to 128, got 3"):
+        enable_index_top_k(model)
 
 
 def test_a_model_without_such_an_indexer():
