@@ -70,13 +70,13 @@ wheel: $(VENV)/wheel.ready  ## one wheel in dist/ with CUDA kernels of all archi
 	$(BIN)/abi3audit --strict --summary build/wheel/*.whl
 	@ls -1 dist/*.whl
 
-matrix: $(VENV)/pip.ready  ## install the wheel in dist/ beside Python 3.10 to 3.14 and several torches, and test it there (docs/install.md)
+matrix: $(VENV)/pip.ready  ## install the wheel in dist/ with Python 3.10 to 3.14 and several torches, and test it there (docs/install.md)
 	PYTHONPATH=benchmarks $(BIN)/python tools/wheel_matrix.py $(MATRIX_ARGS)
 
 hub: build  ## lay the build out for the Hugging Face kernels hub in build/hub, and check it (docs/install.md)
 	$(BIN)/python cmake/hub/layout.py build/hub $(HUB_ARGS)
 
-bench: $(VENV)/test.ready build  ## time what the pages show beside its peers (BENCH_ARGS="causal --quick": other workloads)
+bench: $(VENV)/test.ready build  ## time what the pages show, with its peers (BENCH_ARGS="causal --quick": other workloads)
 	PYTHONPATH=benchmarks $(BIN)/python -m dmattn_bench run $(BENCH_ARGS)
 
 asan: $(VENV)/test.ready  ## the suite on a build of the CPU ops with AddressSanitizer and UndefinedBehaviorSanitizer

@@ -71,7 +71,7 @@ inline void fill_new_scores(Tensor& scores, int64_t tokens, const char* meaning,
   check_shape("scores", scores, {p.batch, p.kv_heads, tokens}, meaning);
   p.scores_dtype = to_dtype("scores", scores.scalar_type());
   check(p.scores_dtype != DType::kFloat64 || p.dtype == DType::kFloat64,
-        "scores: expected float32, bfloat16 or float16 beside keys that are not float64, got float64");
+        "scores: expected float32, bfloat16 or float16 for keys that are not float64, got float64");
   scores = with_dense_rows(scores);
   p.new_scores = {scores.data_ptr(), scores.stride(0), scores.stride(1), 1};
 }
@@ -178,7 +178,7 @@ inline CheckedJoin check_join(const Tensor& key_cache, const Tensor& value_cache
   const int64_t slots = key_cache.size(2), tokens = key.size(2), keys = visible + tokens;
   p.slots = cache_size("key_cache", slots), p.tokens = cache_size("key", tokens);
   check(visible > 0 && visible <= slots, "visible: expected 1 to N=", slots, " slots, got ", visible);
-  check(keys <= kMaxLength, "key: expected up to ", kMaxLength - visible, " tokens beside ", visible, " slots, got ", tokens);
+  check(keys <= kMaxLength, "key: expected up to ", kMaxLength - visible, " tokens with ", visible, " slots, got ", tokens);
   join.visible = static_cast<int32_t>(visible);
   check_shape("value_cache", value_cache, {p.batch, p.kv_heads, slots, p.value_dim}, "[B, Hkv, N, Dv]");
   check_shape("score_cache", score_cache, {p.batch, p.kv_heads, slots}, "[B, Hkv, N]");

@@ -86,7 +86,7 @@ def _as_rows(cache: Cache, keys: Tensor, kv_heads: int) -> tuple[Tensor, Tensor,
         steps = (key.shape[1] * key.shape[2], key.shape[2], 1)
     count = 1 + (key.shape[0] - 1) * steps[0] + (key.shape[1] - 1) * steps[1] + (key.shape[2] - 1) * steps[2]
     if count >= MAX_ROWS:
-        raise ValueError(f"key_cache: expected fewer than 2^31 rows beside a mask, got {count}")
+        raise ValueError(f"key_cache: expected fewer than 2^31 rows with a mask, got {count}")
     # The usual cache, in two launches: a step is so short that each of them counts.
     if cache.page_table is None and heads == kv_heads and steps == (heads * steps[1], steps[1], 1) and steps[1] > 0:
         first = torch.arange(0, batch * steps[0], steps[1], dtype=keys.dtype, device=device)

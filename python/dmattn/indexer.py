@@ -299,7 +299,7 @@ def _gathered_pages(index_key: Tensor, page_table: Tensor, lengths: Tensor | Non
     if page_table.dim() != 2:
         raise ValueError(f"page_table: expected [B, max_pages], got shape {checks.shape_of(page_table)}")
     if lengths is None:
-        raise ValueError("lengths: expected int32 [B] beside page_table, got None")
+        raise ValueError("lengths: expected int32 [B] with page_table, got None")
     if index_key.shape[0] == 0:
         raise ValueError(f"index_key: expected at least one page, got shape {checks.shape_of(index_key)}")
     pages = index_key[page_table.long().clamp(0, index_key.shape[0] - 1)]  # [B, max_pages, page_size, G, Di]

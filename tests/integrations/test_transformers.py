@@ -359,7 +359,7 @@ REFUSED = [
     ({"attention_mask": torch.ones(2, 1, 2, 5).int()}, ValueError, "attention_mask: expected int32 [B, 1, 2, Sk] of dmattn's mask function"),
     ({"cu_seq_lens_k": torch.tensor([0, 6])}, ValueError, "cu_seq_lens_q, cu_seq_lens_k: expected both"),
     ({"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 6])}, ValueError, "for a batch of 1"),
-    ({"sliding_window": 3, "is_causal": False}, ValueError, "sliding_window: expected a mask beside a window of 3"),
+    ({"sliding_window": 3, "is_causal": False}, ValueError, "sliding_window: expected a mask with a window of 3"),
     ({"indices": torch.zeros(2, 5, 3).int()}, ValueError, "indices: expected integers [B, Sq, n] with B=2, Hkv=2, Sq=6"),
 ]  # fmt: skip
 

@@ -283,7 +283,7 @@ PUBLIC = {
     "base of four heads": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, base=IntervalMask.top_k(torch.rand(1, 4, 12), 3)), ValueError, "base: expected [B|1, G|1, Sk] with B=2, G=2, got [1, 4, 12]"),
     "index base of other keys": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, base=IntervalMask.sliding_window(11, 3)), ValueError, "base: expected a mask for 12 keys, got one for 11"),
     "base that is a tensor": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, base=torch.ones(10, 12) > 0), TypeError, "base: expected an IntervalMask, got Tensor"),
-    "page_table without lengths": (lambda: dmattn.index_top_k(IQ, rows(4, 16, 2, 8), IW, 3, page_table=torch.zeros(2, 2, dtype=torch.int32)), ValueError, "lengths: expected int32 [B] beside page_table, got None"),
+    "page_table without lengths": (lambda: dmattn.index_top_k(IQ, rows(4, 16, 2, 8), IW, 3, page_table=torch.zeros(2, 2, dtype=torch.int32)), ValueError, "lengths: expected int32 [B] with page_table, got None"),
     "query_offset of three": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, query_offset=torch.zeros(3, dtype=torch.int64)), ValueError, "query_offset: expected an int or a tensor [] or [B] with B=2, got [3]"),
     "rows beyond": (lambda: dmattn.index_scores(IQ, IK, IW, rows=torch.tensor([10])), ValueError, "rows: expected numbers from 0 to 9, got [10]"),
     "activation gelu": (lambda: dmattn.index_scores(IQ, IK, IW, activation="gelu"), ValueError, "activation: expected 'relu' or 'none', got 'gelu'"),

@@ -301,11 +301,11 @@ def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_text("".join(json.dumps(quality_report.kept(one)) + "\n" for one in found))
     lines = report.table_of("models", tmp_path).splitlines()
-    assert lines[0] == "| 8,192 tokens, 512 visible | per-query | recommended | dense+ | sliding+ |"
+    assert lines[0] == "| 8,192 tokens, 512 visible | per-query | recommended | dense+ | hybrid | sliding+ |"
     assert lines[2:5] == [
-        "| bits per byte, 2,000 steps | 0.750 | 1.500 ± 0.500 | 1.250 | not measured |",
-        "| bits per byte, 50 seconds | not measured | not measured | not measured | 1.750 |",
-        "| tokens per second in training | not measured | not measured | not measured | 1,234 |",
+        "| bits per byte, 2,000 steps | 0.750 | 1.500 ± 0.500 | 1.250 | not measured | not measured |",
+        "| bits per byte, 50 seconds | not measured | not measured | not measured | not measured | 1.750 |",
+        "| tokens per second in training | not measured | not measured | not measured | not measured | 1,234 |",
     ]
     kept_whole = 6 * 2 * 8 * 8192 * 64 * 2  # layers, key and value, heads, tokens, size, bytes
     assert lines[5].startswith("| decode memory after 8,192 tokens | ")

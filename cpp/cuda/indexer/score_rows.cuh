@@ -1,4 +1,4 @@
-// What becomes of the scores of a row: they are written down, or those that are not behind the row's bound are, as candidates.
+// What becomes of the scores of a row: all are written down, or those from the row's bound on, as candidates.
 #pragma once
 
 #include "../common/device.cuh"
@@ -61,7 +61,7 @@ struct ScoreGroup {
   }
 };
 
-// The largest of each `1 << log2_block` neighbouring columns, in x[n][0] of the lane and the n that are written(n); -inf
+// The largest score of each block of `1 << log2_block` neighbouring columns, where the block's first column stands; -inf
 // elsewhere.
 template <int kColumns>
 __device__ __forceinline__ void keep_largest(float (&x)[kColumns][2], int log2_block) {
@@ -108,10 +108,10 @@ __device__ __forceinline__ void store_scores(const IndexCall& call, const float 
   }
 }
 
-// Which of the lane's scores of a row are not behind the bound: a bit for each.
+// Which of the lane's scores of a row are equal to the bound or better: a bit for each.
 template <int kColumns>
-__device__ __forceinline__ uint32_t behind_no_bound(const IndexCall& call, const IndexEntry& bound, const float (&x)[kColumns][2],
-                                                    int first) {
+__device__ __forceinline__ uint32_t columns_from_bound(const IndexCall& call, const IndexEntry& bound,
+                                                       const float (&x)[kColumns][2], int first) {
   const int log2_block = call.log2_score_block, own = first + static_cast<int>(threadIdx.x) % 4 * 2;
   const int first_place = first >> log2_block, last_place = (first + 8 * kColumns - 1) >> log2_block;
   const float least = last_place < bound.place ? next_up(bound.score) : bound.score;
@@ -158,7 +158,7 @@ struct StagedCandidates {
   __device__ __forceinline__ void add(const IndexCall& call, const IndexEntry& bound, int r, const float (&x)[kColumns][2],
                                       int first) {
     const int lane = threadIdx.x % 32;
-    const uint32_t kept = behind_no_bound(call, bound, x, first);
+    const uint32_t kept = columns_from_bound(call, bound, x, first);
     int total;
     const int sum = sum_in_row(__popc(kept), total);
     if (__any_sync(0xffffffffu, count[r] + total > kRoom)) flush(call);
@@ -194,7 +194,7 @@ template <int kColumns>
 __device__ __forceinline__ void add_candidates(const IndexCall& call, const ScoreRow<true>& row, const float (&x)[kColumns][2],
                                                int first) {
   const int lane = threadIdx.x % 32, own = first + lane % 4 * 2;
-  const uint32_t kept = behind_no_bound(call, row.bound, x, first);
+  const uint32_t kept = columns_from_bound(call, row.bound, x, first);
   int total, from = 0;
   const int sum = sum_in_row(__popc(kept), total);
   if (lane % 4 == 3 && total > 0) from = atomicAdd(call.counts + row.number, total);

@@ -87,7 +87,7 @@ def flash_attn_with_kvcache(
     slopes = layouts.slopes_of(alibi_slopes, batch, heads, q)
     if cache_batch_idx is not None:
         if paged:
-            raise ValueError("cache_batch_idx: expected None beside block_table, got a tensor")
+            raise ValueError("cache_batch_idx: expected None with block_table, got a tensor")
         cache_batch_idx = layouts.per_sequence("cache_batch_idx", cache_batch_idx, q, below=k_cache.shape[0])
     if block_table is not None:
         layouts.check_table("block_table", block_table, batch, q)
@@ -103,7 +103,7 @@ def flash_attn_with_kvcache(
         if new is None:
             raise ValueError("rotary_cos: expected None without k, got a tensor: only new keys are turned")
         if cache_leftpad is not None:
-            raise ValueError("rotary_cos: expected None beside cache_leftpad, got a tensor: turn q and k before the call")
+            raise ValueError("rotary_cos: expected None with cache_leftpad, got a tensor: turn q and k before the call")
         local = causal or left is not None or right is not None
         q, turned = _turned(q, new[0], lengths, rotary_cos, rotary_sin, rotary_interleaved, local)
         new = (turned, new[1])
@@ -176,7 +176,7 @@ def _lengths(cache_seqlens: object, room: int, k: Tensor | None, q: Tensor) -> T
     """The number of keys in the cache before the new ones, int32 [B]."""
     if cache_seqlens is None:
         if k is not None:
-            raise ValueError("cache_seqlens: expected an int or a tensor beside k, got None")
+            raise ValueError("cache_seqlens: expected an int or a tensor with k, got None")
         cache_seqlens = room
     most = room - (k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else 0)
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):

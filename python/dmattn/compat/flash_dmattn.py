@@ -219,7 +219,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
         TypeError: further arguments.
     """
     if kwargs:
-        raise TypeError(f"{next(iter(kwargs))}: expected no arguments beside backend; the function returned takes them")
+        raise TypeError(f"{next(iter(kwargs))}: expected no arguments with backend; the function returned takes them")
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ValueError(f"backend: expected None, {', '.join(BACKENDS)}, got {backend!r:.80}")
     if backend == "cuda" and not _cuda_available():

@@ -85,7 +85,7 @@ def flashmask_attention(
         passes = layouts.passes_of_batch(queries, keys, left, right, None, query.device)
     else:
         if window_size is not None:
-            raise ValueError("window_size: expected None beside startend_row_indices, got a window")
+            raise ValueError("window_size: expected None with startend_row_indices, got a window")
         indices = checks.tensor("startend_row_indices", startend_row_indices)
         checks.same_device("startend_row_indices", indices, query)
         fits = indices.dim() == 4 and indices.shape[0] in (1, batch) and indices.shape[1] in (1, kv_heads, heads)

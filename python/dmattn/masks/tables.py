@@ -80,7 +80,7 @@ def check_structure(tiles: object, rows: object, columns: object, bits: object, 
     for name, size in (("rows", (tiles_q, tiles_k + 1)), ("columns", (tiles_k, tiles_q + 1))):
         expected = (*table.shape[:2], *size)
         if tuple(dense[name].shape) != expected:
-            raise ValueError(f"{name}: expected shape {list(expected)} beside tiles, got {checks.shape_of(dense[name])}")
+            raise ValueError(f"{name}: expected shape {list(expected)} with tiles, got {checks.shape_of(dense[name])}")
 
 
 def check_values(tiles: Tensor, rows: Tensor, columns: Tensor, bits: Tensor, query_length: int, key_length: int) -> None:

@@ -169,7 +169,7 @@ def _with_window(
         raise ValueError(f"sliding_window: expected None or an int > 0, got {window}")
     if not is_causal:
         raise ValueError(
-            f"sliding_window: expected a mask beside a window of {window} in a layer that is not causal, got none; make masks with "
+            f"sliding_window: expected a mask with a window of {window} in a layer that is not causal, got none; make masks with "
             "transformers.masking_utils"
         )
     return IntervalMask.sliding_window(key.shape[2], window - 1, device=key.device)

@@ -247,7 +247,7 @@ def _check_layer(layer: Any) -> None:
     )
     if slides:
         raise ValueError(
-            f"model: expected layers that do not slide, got config.sliding_window={config.sliding_window}: a selection beside a sliding window "
+            f"model: expected layers that do not slide, got config.sliding_window={config.sliding_window}: a selection with a sliding window "
             "has no interval for each key; set config.sliding_window = None first, and layer_types to 'full_attention' where there are any"
         )
     if not getattr(config, "is_causal", True):

@@ -58,7 +58,7 @@ def enable_dynamic_mask_attention(model: M, bounded_cache: bool = False, *, rewi
     for layer in layers:
         if getattr(layer.config, "sliding_window", None) is not None:
             raise ValueError(
-                f"model: expected config.sliding_window=None, got {layer.config.sliding_window}: selection beside a sliding window "
+                f"model: expected config.sliding_window=None, got {layer.config.sliding_window}: selection with a sliding window "
                 "has no interval for each key"
             )
         if not getattr(layer.config, "is_causal", True):

@@ -27,7 +27,7 @@ def _check_implementation(config: Any) -> None:
     if config._attn_implementation != "dmattn":
         raise ValueError(
             "attn_implementation: expected 'dmattn' after enable_index_top_k(), got "
-            f"{config._attn_implementation!r}; load the model anew for another one"
+            f"{config._attn_implementation!r}; load the model again for another one"
         )
 
 
