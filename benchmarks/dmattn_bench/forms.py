@@ -124,7 +124,10 @@ RUN: dict[str, Form] = {
     "complete": FLAG,
     "settings": OBJECT,
     **fields(WORD, "settings.task settings.bias settings.score"),
-    "settings.mask": ("dynamic, dense, sliding or streaming", lambda x: x in ("dynamic", "dense", "sliding", "streaming")),
+    "settings.mask": (
+        "dynamic, dense, sliding, streaming, query or gated",
+        lambda x: x in ("dynamic", "dense", "sliding", "streaming", "query", "gated"),
+    ),
     **fields(SIZE, "settings.length settings.visible settings.heads"),
     **fields(NUMBER, "settings.seed settings.steps settings.seconds settings.local settings.sink settings.plain_heads"),
     **fields(NUMBER, "settings.plain_local settings.teach_rows"),

@@ -12,15 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dmattn_bench.quality_report import NAMES
+from dmattn_bench.quality_report import NAMES, OTHER_NAMES
 from dmattn_bench.records import Result, Row, first_peer
-from dmattn_bench.style import MODELS, OTHERS, OURS, OURS_TOO, RC, baseline, short
+from dmattn_bench.style import MODELS, OURS, OURS_TOO, RC, baseline, short
 
-MOST_CURVES = 6
-# Settings of runs that are compared.
-BUDGET = ("steps", "seconds", "length", "visible", "lr", "layers", "width", "pairs", "symbols")
-MOST_SPREAD = 1.1  # between tokens per second of the fastest and the slowest seed
-TASKS = {"text": "text", "mqar": "names and their values", "passkey": "secrets in source text"}
 Run = dict[str, Any]
 
 
@@ -127,24 +122,6 @@ def draw_speed_over_length(results: list[Result], path: Path) -> None:
     save(figure, path)
 
 
-def draw_time_over_length(results: list[Result], path: Path) -> None:
-    measured = dynamic(results)
-    figure, axes = two_plots("Time of the kernels alone" if measured[0]["kernel_medians"] else "Time of whole calls")
-    for ax, name in zip(axes, ("forward", "backward"), strict=True):
-        lengths = [row["length"] for row in measured]
-        theirs, ours = ([1e3 * kernels(row)[key] for row in measured] for key in ("peer_" + name, name))
-        ax.plot(lengths, theirs, "o-", color=baseline(peer_of(measured[0])), label=f"{peer_of(measured[0])}, dense causal")
-        ax.plot(lengths, ours, "o-", color=OURS, label="dmattn, dynamic mask")
-        for row, time in zip(measured, ours, strict=True):
-            at = (row["length"], time)
-            ax.annotate(f"window {row['window']:,}", at, (0, -13), textcoords="offset points", fontsize=6, ha="center")
-        ax.set_yscale("log")
-        by_length(ax, lengths)
-    axes[0].set_ylabel("milliseconds")
-    axes[0].legend()
-    save(figure, path)
-
-
 def draw_density(results: list[Result], path: Path) -> None:
     measured = sorted(rows(results, 2, kind="blocks"), key=lambda row: row["density"])
     measured = [row for row in measured if row.get("block", 128) == 128 and {"forward", "backward"} <= kernels(row).keys()]
@@ -206,33 +183,6 @@ def draw_decode_over_context(results: list[Result], path: Path) -> None:
 # Learning ---------------------------------------------------------------------------------------------------------------------------
 
 
-def chosen_runs(runs: list[Run], task: str) -> dict[str, list[Run]]:
-    """Of the task and budget with the most runs the models of NAMES, without any of these the variants with the most seeds; of a seed the latest
-    run.
-
-    Raises:
-        NothingToDrawError: there are no runs of the task.
-    """
-    by_budget: dict[tuple[Any, ...], dict[str, dict[int, Run]]] = {}
-    for run in runs:
-        s = run["settings"]
-        if s["task"] == task and run["complete"]:
-            recalls = any("held_accuracy" in point for point in run["curve"])  # not drawn beside what has bits alone
-            budget = (recalls, *(s.get(name) for name in BUDGET))
-            by_budget.setdefault(budget, {}).setdefault(run["name"], {})[s["seed"]] = run
-    if not by_budget:
-        raise NothingToDrawError
-    names = max(by_budget.values(), key=lambda found: sum(map(len, found.values())))
-    chosen = [name for name in NAMES if name in names] or sorted(names, key=lambda name: -len(names[name]))[:MOST_CURVES]
-    return {name: list(names[name].values()) for name in chosen}
-
-
-def have_comparable_seconds(chosen: dict[str, list[Run]]) -> bool:
-    """Whether seeds of a variant were equally fast. Where they were not, runs shared a GPU or came from other builds."""
-    rates = [[run.get("tokens_per_second", 1.0) for run in found] for found in chosen.values()]
-    return all(max(found) <= MOST_SPREAD * min(found) for found in rates)
-
-
 def over_seeds(runs: list[Run], across: str, what: str) -> tuple[list[float], list[list[float]]]:
     """Moments that all runs reach, and what each run had then, linear between its evaluations."""
     curves = [[(point[across], point[what]) for point in run["curve"]] for run in runs]
@@ -249,10 +199,8 @@ def over_seeds(runs: list[Run], across: str, what: str) -> tuple[list[float], li
 
 def draw_curves(ax: Any, chosen: dict[str, list[Run]], across: str, what: str) -> None:
     """Means over seeds, and bands from the least to the most."""
-    others = iter(OTHERS * 2)
-    for name, found in chosen.items():
-        model = NAMES.get(name, name)
-        color = MODELS[model] if model in MODELS else next(others)
+    for model, found in chosen.items():
+        color = MODELS[model]
         moments, values = over_seeds(found, across, what)
         ax.plot(moments, [statistics.fmean(at) for at in values], color=color, label=model)
         ax.fill_between(moments, [min(at) for at in values], [max(at) for at in values], color=color, alpha=0.2, lw=0)
@@ -260,34 +208,11 @@ def draw_curves(ax: Any, chosen: dict[str, list[Run]], across: str, what: str) -
     ax.grid(alpha=0.3)
 
 
-def draw_learning(runs: list[Run], task: str, path: Path) -> None:
-    """What was reached on held-out data over steps; also over seconds of training where these can be compared."""
-    chosen = chosen_runs(runs, task)
-    if not all(run["curve"] for found in chosen.values() for run in found):
-        raise NothingToDrawError
-    moments = ["step", "seconds"] if have_comparable_seconds(chosen) else ["step"]
-    figure, drawn = pyplot().subplots(
-        1, len(moments), figsize=(4 * len(moments), 3), layout="constrained", sharey=True, squeeze=False
-    )
-    first = next(iter(chosen.values()))[0]
-    what = "held_accuracy" if "held_accuracy" in first["curve"][-1] else "held_bits"
-    s = first["settings"]
-    figure.suptitle(f"{TASKS.get(task, task)}: {short(s['length'])} tokens, {s['visible']:,} visible but for dense")
-    for ax, across in zip(drawn[0], moments, strict=True):
-        draw_curves(ax, chosen, across, what)
-        if what == "held_bits":
-            last = [run["curve"][-1][what] for found in chosen.values() for run in found]
-            ax.set_ylim(min(last) - 0.03, max(last) + 0.4)
-    drawn[0][0].set_ylabel("recall" if what == "held_accuracy" else "held-out bits per byte")
-    drawn[0][0].legend()
-    save(figure, path)
-
-
 def draw_models(runs: list[Run], path: Path) -> None:
-    """The three models of NAMES: bits over steps and over seconds, and recall of names beyond the window.
+    """Bits over steps and over seconds, and recall of names beyond the window; models other than NAMES where they were trained.
 
     Raises:
-        NothingToDrawError: one of these was not trained.
+        NothingToDrawError: one of the three was not trained.
     """
     panels = (
         (
@@ -304,11 +229,13 @@ def draw_models(runs: list[Run], path: Path) -> None:
     for ax, (title, settings, across, what, limits) in zip(axes, panels, strict=True):
         kept = [run for run in runs if run["complete"] and settings.items() <= run["settings"].items()]
         of_seed = {(run["name"], run["settings"]["seed"]): run for run in kept}
-        chosen = {name: [run for (named, _), run in of_seed.items() if named == name] for name in NAMES}
-        if not all(chosen.values()):
+        chosen = {
+            model: [run for (named, _), run in of_seed.items() if named == name] for name, model in (NAMES | OTHER_NAMES).items()
+        }
+        if not all(chosen[model] for model in NAMES.values()):
             pyplot().close(figure)
             raise NothingToDrawError
-        draw_curves(ax, chosen, across, what)
+        draw_curves(ax, {model: found for model, found in chosen.items() if found}, across, what)
         ax.set_title(title)
         ax.set_ylim(*limits)
         ax.set_ylabel("recall" if what == "held_accuracy" else "held-out bits per byte")
@@ -330,7 +257,6 @@ def save(figure: Any, path: Path) -> None:
 
 PLOTS: dict[str, Callable[[list[Result], Path], None]] = {
     "speed_over_length": draw_speed_over_length,
-    "time_over_length": draw_time_over_length,
     "density": draw_density,
     "decode_over_context": draw_decode_over_context,
 }
@@ -342,8 +268,6 @@ def draw_all(results: list[Result], runs: list[Run], folder: Path) -> list[str]:
     drawn = []
     draws: dict[str, Callable[[Path], None]] = {name: functools.partial(draw, results) for name, draw in PLOTS.items()}
     draws["models"] = functools.partial(draw_models, runs)
-    for task in dict.fromkeys(run["settings"]["task"] for run in runs):
-        draws[f"learning_{task}"] = functools.partial(draw_learning, runs, task)
     with importlib.import_module("matplotlib").rc_context(RC):
         for name, draw in draws.items():
             try:

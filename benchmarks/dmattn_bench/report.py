@@ -31,7 +31,7 @@ RESULTS = "benchmarks/results"
 GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
 # Committed results that plots are made of, the first that has what a plot shows; and those of training runs.
 DRAWN = (GPU, *(f"nvidia-h200/{name}.json" for name in ("decode", "serve", "lengths", "ancestor", "sweep")))
-LEARNED = ("nvidia-h200/quality.jsonl",)
+LEARNED = ("nvidia-h100-80gb-hbm3/quality.jsonl", "nvidia-h200/quality.jsonl")
 ANCESTOR = "nvidia-h200/ancestor.json"
 SHAPE = "nvidia-h200/shape.txt"  # what `python -m dmattn shape` printed
 SHORT_TABLES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {  # results, then group and case of their rows

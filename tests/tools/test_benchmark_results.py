@@ -330,7 +330,7 @@ def test_a_report_has_tables_and_plots(ran, tmp_path):
     given = map(str, (ran, *committed, tmp_path / "decode.json", tmp_path / "sweep.json"))
     assert __main__.main(["report", *given, "--output", str(tmp_path / "page")]) == 0
     text = (tmp_path / "page/report.md").read_text()
-    expected = {*plots.PLOTS, "models", *(f"learning_{task}" for task in ("text", "headers", "series", "mqar", "passkey"))}
+    expected = {*plots.PLOTS, "models"}
     assert {path.stem for path in (tmp_path / "page").glob("*.svg")} == expected
     assert all(f"![{name}]({name}.svg)" in text for name in expected)
     assert "| 32768, window 1024, D=128 | cuDNN | forward |" in text
@@ -346,19 +346,6 @@ def test_generation_becomes_a_table(tmp_path):
     assert "contexts 4,096 and 8,192, all keys 8,192" in text
     assert "512 tokens in chunks of 256 take" in text
     assert text.count("CPU threads | 1 |") == 1
-
-
-def test_runs_of_other_tasks_are_not_seeds_of_one():
-    def run(pairs, seed, rate=1.0):
-        settings = {"task": "mqar", "steps": 5, "seconds": 0.0, "length": 8, "visible": 4, "pairs": pairs, "seed": seed}
-        return {"name": "a", "settings": settings, "complete": True, "curve": [], "tokens_per_second": rate}
-
-    again = run(16, 1, rate=2.0)
-    chosen = plots.chosen_runs([run(32, 3), run(16, 1), run(16, 2), again], "mqar")
-    assert [found["settings"]["seed"] for found in chosen["a"]] == [1, 2]
-    assert chosen["a"][0] is again
-    assert not plots.have_comparable_seconds(chosen)  # one seed was twice as fast as the other
-    assert plots.have_comparable_seconds({"a": [run(16, 1), run(16, 2, rate=1.05)]})
 
 
 def test_seeds_meet_at_the_same_moments():

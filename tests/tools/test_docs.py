@@ -172,7 +172,7 @@ def test_plots_have_one_style(monkeypatch, tmp_path):
     figures = {}
     monkeypatch.setattr(plots, "save", lambda figure, path: figures.update({path.stem: figure}))
     report.draw_committed(ROOT, tmp_path)
-    assert {"speed_over_length", "density", "decode_over_context", "models", "learning_text"} <= set(figures)
+    assert {"speed_over_length", "density", "decode_over_context", "models"} <= set(figures)
     for name, figure in figures.items():
         lines = [line for ax in figure.axes for line in ax.get_lines()]
         assert all(ax.get_xlabel() for ax in figure.axes), name
