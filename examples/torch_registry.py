@@ -47,7 +47,7 @@ def model_of(width: int, heads: int, depth: int, device: str) -> nn.Module:
 
 def train(model: nn.Module, tokens: Tensor, steps: int) -> tuple[list[float], float]:
     """The loss of each step, and the median milliseconds of a step after the first three."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.064 / model[0].embedding_dim)
     losses, times = [], []
     for _ in range(steps):
         begin = time.perf_counter()
