@@ -27,5 +27,5 @@ for layer, loss_of in (
     with torch.no_grad():
         expected = layer(pack, documents).chunk(group.size(), 1)[group.rank()]
         torch.testing.assert_close(layer(chunk, documents, group=group), expected)
-    print(f"rank {group.rank()}, {type(layer).__name__}: the output of one process; loss {loss.item():.3f}")
+    print(f"rank {group.rank()}, {type(layer).__name__}: loss {loss.item():.3f}, and the output of one process")
 dist.destroy_process_group()
