@@ -29,6 +29,7 @@ std::tuple<Tensor, Tensor> index_top_k_op(const Tensor& query, const Tensor& key
   call.log2_score_block = std::min(log2_block, log2_keys_of_warp(p.head_dim));
   call.log2_fold = log2_block - call.log2_score_block;
   const int64_t row_scores = scores_of_row(p, call.log2_score_block);
+  // A block that several warps score has no score in one place, which a bound could be compared with.
   if (call.log2_fold == 0) call.sample = plan_sample(row_scores, p.top);
   const bool is_sampled = call.sample.log2 > 0;
   const int64_t round = 4 << call.log2_fold;

@@ -192,7 +192,8 @@ def _index_loss(
     width = keys if lists is None else lists.shape[3] * block_size * max(1, key.shape[3] // 8)
     step = max(1, ELEMENTS // (width * max(heads // groups, index_heads) * batch * groups))
     choice = _Choice(offset, is_causal, local, sink_keys, block_size, is_pooled)
-    query, key = query.unflatten(1, (groups, -1)), _of_groups(key, groups)
+    query, key = query.unflatten(1, (groups, -1)), _of_groups(key if lists is not None else key.to(dtype), groups)
+    summed_index_key = index_key.to(dtype)
     if key_bias is not None:
         key_bias = key_bias[:, None] if key_bias.shape[1] == 1 else repeat_heads(key_bias, heads).unflatten(1, (groups, -1))
     lse = None if lse is None or lists is None else lse.unflatten(1, (groups, -1))
@@ -203,7 +204,7 @@ def _index_loss(
         )
         mass = candidates.per_block(torch.where(candidates.competing, attended, 0.0)).sum(-1)
         scorer = _Scorer(
-            index_query[:, :, part].to(dtype), index_key.to(dtype), weights[:, :, part], slope, index_factor, candidates
+            index_query[:, :, part].to(dtype), summed_index_key, weights[:, :, part], slope, index_factor, candidates
         )
         divergence, of_scores = _divergence(mass, scorer.scores, candidates.blocks, sharp)
         loss += divergence / (batch * groups * count)
@@ -337,13 +338,14 @@ class _Choice(NamedTuple):
 def _attention_mass(
     query: Tensor, key: Tensor, key_bias: Tensor | None, lse: Tensor | None, candidates: _Candidates, scale: float, softcap: float
 ) -> Tensor:
-    """The mean weight of a group's h heads on each key, [B, G, r, M]; query [B, G, h, r, D], key [B, G, m, Sk, D] with h a multiple of m,
-    key_bias [B|1, G|1, h|1, Sk], lse [B, G, h, r] of all that queries see, or None where candidates are all keys."""
+    """The mean weight of a group's h heads on each key, [B, G, r, M]; query [B, G, h, r, D], key [B, G, m, Sk, D] with h a multiple of m
+    (in the dtype of sums where candidates are all keys), key_bias [B|1, G|1, h|1, Sk], lse [B, G, h, r] of
+    all that queries see, or None where candidates are all keys."""
     dtype = accumulate_dtype(query.dtype)
     of_kv = query.to(dtype).unflatten(2, (key.shape[2], -1))  # [B, G, m, h / m, r, D]
     inside = candidates.keys.clamp(0, key.shape[3] - 1)
     if candidates.block is None:
-        logits = (of_kv.flatten(3, 4) @ key.to(dtype).transpose(3, 4)).unflatten(3, of_kv.shape[3:5])
+        logits = (of_kv.flatten(3, 4) @ key.transpose(3, 4)).unflatten(3, of_kv.shape[3:5])
     else:
         logits = torch.einsum("bgmhrd,bgmrkd->bgmhrk", of_kv, _rows_at(key, inside).to(dtype))
     logits = logits.flatten(2, 3) * scale

@@ -8,17 +8,17 @@
 namespace dmattn::cuda {
 
 // The key that stands in a column: columns are keys, or the keys of the blocks in a sample.
-template <bool kKeepsBest>
+template <bool kFindsCandidates>
 __device__ __forceinline__ int key_of_column(const IndexCall& call, int column) {
-  if (kKeepsBest || call.sample.log2 == 0) return column;
+  if (kFindsCandidates || call.sample.log2 == 0) return column;
   const int within = column & ((1 << call.log2_score_block) - 1);
   return sampled_block(column >> call.log2_score_block, call.sample.log2) << call.log2_score_block | within;
 }
 
 // No column before this one's has a later key.
-template <bool kKeepsBest>
+template <bool kFindsCandidates>
 __device__ __forceinline__ int least_key_from(const IndexCall& call, int column) {
-  return kKeepsBest ? column : column >> call.log2_score_block << (call.log2_score_block + call.sample.log2);
+  return kFindsCandidates ? column : column >> call.log2_score_block << (call.log2_score_block + call.sample.log2);
 }
 
 // The least number that is greater; NaN for infinity.
@@ -28,7 +28,7 @@ __device__ __forceinline__ float next_up(float x) {
 }
 
 // A query's row of scores.
-template <bool kKeepsBest>
+template <bool kFindsCandidates>
 struct ScoreRow {
   int position;
   bool is_real;
@@ -42,7 +42,8 @@ struct ScoreRow {
         is_real(row < rows),
         number(static_cast<int64_t>(tile_of_part) * kIndexTileQueries + row),
         in(competing_rows(call.p, at.offset + at.first + row, at.length)) {
-    bound = kKeepsBest && is_real ? call.bounds[number] : IndexEntry{__int_as_float(0x7fc00000), 0};  // NaN: nothing is better
+    bound =
+        kFindsCandidates && is_real ? call.bounds[number] : IndexEntry{__int_as_float(0x7fc00000), 0};  // NaN: nothing is better
   }
 };
 
@@ -212,18 +213,19 @@ __device__ __forceinline__ void add_candidates(const IndexCall& call, const Scor
 
 // Makes scores of the weighted sums of a row's columns first + 8 n + lane % 4 * 2 + {0, 1}, -inf where a key does not compete,
 // and the largest of a block of it. All lanes of a warp come here together.
-template <int kColumns, bool kKeepsBest>
-__device__ __forceinline__ void finish_row(const IndexCall& call, const ScoreGroup& group, const ScoreRow<kKeepsBest>& row,
+template <int kColumns, bool kFindsCandidates>
+__device__ __forceinline__ void finish_row(const IndexCall& call, const ScoreGroup& group, const ScoreRow<kFindsCandidates>& row,
                                            float (&x)[kColumns][2], int first) {
   const int own = first + static_cast<int>(threadIdx.x) % 4 * 2;
   const CompetingRows& in = row.in;
-  const int least = least_key_from<kKeepsBest>(call, first), most = least_key_from<kKeepsBest>(call, first + 8 * kColumns);
+  const int least = least_key_from<kFindsCandidates>(call, first),
+            most = least_key_from<kFindsCandidates>(call, first + 8 * kColumns);
   const bool all_are_in = !group.start && !group.end && most <= call.p.keys &&
                           ((least >= in.first && most <= in.end) || (least >= in.later && most <= in.later_end));
   if (group.slope != 0.0f) {
 #pragma unroll
     for (int i = 0; i < 2 * kColumns; ++i) {
-      const int key = key_of_column<kKeepsBest>(call, own + 8 * (i / 2) + i % 2);
+      const int key = key_of_column<kFindsCandidates>(call, own + 8 * (i / 2) + i % 2);
       const float distance = static_cast<float>((key << group.log2_width) - row.position) + group.middle;
       x[i / 2][i % 2] = fmaf(group.slope, distance, x[i / 2][i % 2]);
     }
@@ -231,7 +233,7 @@ __device__ __forceinline__ void finish_row(const IndexCall& call, const ScoreGro
   if (!all_are_in) {
 #pragma unroll
     for (int i = 0; i < 2 * kColumns; ++i) {
-      const int key = key_of_column<kKeepsBest>(call, own + 8 * (i / 2) + i % 2);
+      const int key = key_of_column<kFindsCandidates>(call, own + 8 * (i / 2) + i % 2);
       bool is_in = (key >= in.first && key < in.end) || (key >= in.later && key < in.later_end);
       if (group.start) is_in = is_in && group.start[key] <= row.position;
       if (group.end) is_in = is_in && row.position < group.end[key];

@@ -49,14 +49,14 @@ __device__ __forceinline__ void copy_index_queries(const IndexCall& call, const 
 }
 
 // The keys of columns first_column .. + kKeys - 1.
-template <int kWidth, int kKeys, int kThreads, bool kKeepsBest>
+template <int kWidth, int kKeys, int kThreads, bool kFindsCandidates>
 __device__ __forceinline__ void copy_index_keys(const IndexCall& call, const IndexQueries& at, uint32_t tile, int first_column) {
   const IndexTopKParams& p = call.p;
   const char* const from = sm80::rows_of_head(p.key, at.batch, at.group);
   const RowCopy<kWidth, kThreads> copy(static_cast<int>(p.head_dim));
 #pragma unroll 4
   for (int r = 0; r < kKeys; r += copy.kRows) {
-    const int key = key_of_column<kKeepsBest>(call, first_column + copy.row + r);
+    const int key = key_of_column<kFindsCandidates>(call, first_column + copy.row + r);
     const bool wanted = key < p.keys;
     copy.start(tile, r, from + (wanted ? key : 0) * p.key.row_stride * 2, wanted);
   }
@@ -75,7 +75,7 @@ __device__ __forceinline__ const float* weights_of(const IndexTopKParams& p, con
 
 // query [B, G, Sq, Hi, Di], key [B, G, keys, Di], weights [B, G, Sq, Hi] -> scores [rows of this part, row_stride], or
 // candidates. A block of threads for a tile of keys (x) and a tile of queries (y).
-template <class T, int kSteps, bool kKeepsBest>
+template <class T, int kSteps, bool kFindsCandidates>
 __global__ __launch_bounds__(kThreads) void index_scores_kernel(const __grid_constant__ IndexCall call) {
   using Shape = ScoreShape<kSteps>;
   constexpr int kColumns = Shape::kColumns, kHalf = Shape::kHalf;
@@ -85,12 +85,12 @@ __global__ __launch_bounds__(kThreads) void index_scores_kernel(const __grid_con
   const IndexQueries at(call, tile);
   const int rows = min(kQueries, static_cast<int>(p.query_length) - at.first);
   const CompetingRows of_last = competing_rows(p, at.offset + at.first + rows - 1, at.length);
-  if (least_key_from<kKeepsBest>(call, first_column) >= max(of_last.end, of_last.later_end)) return;
+  if (least_key_from<kFindsCandidates>(call, first_column) >= max(of_last.end, of_last.later_end)) return;
 
   const uint32_t keys = shared_address(shared), queries = keys + Shape::kKeyBytes;
   const int warp = static_cast<int>(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int warp_row = warp / 4 * 32, warp_key = warp % 4 * (8 * kColumns);
-  copy_index_keys<Shape::kWidth, Shape::kKeys, kThreads, kKeepsBest>(call, at, keys, first_column);
+  copy_index_keys<Shape::kWidth, Shape::kKeys, kThreads, kFindsCandidates>(call, at, keys, first_column);
   copy_index_queries<T, kSteps>(call, at, queries, 0);
   copy_async_commit();
 
@@ -133,12 +133,12 @@ __global__ __launch_bounds__(kThreads) void index_scores_kernel(const __grid_con
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int m = i / 2, r = i % 2;
-    const ScoreRow<kKeepsBest> row(call, at, tile, warp_row + 16 * m + 8 * r + lane / 4, rows);
+    const ScoreRow<kFindsCandidates> row(call, at, tile, warp_row + 16 * m + 8 * r + lane / 4, rows);
     float of_row[kColumns][2];
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) of_row[n][0] = scores[m][n][2 * r], of_row[n][1] = scores[m][n][2 * r + 1];
     finish_row(call, group, row, of_row, first_column + warp_key);
-    if constexpr (kKeepsBest) {
+    if constexpr (kFindsCandidates) {
       add_candidates(call, row, of_row, first_column + warp_key);
     } else if (row.is_real) {
       store_scores(call, of_row, call.scores + row.number * call.row_stride, first_column + warp_key);
@@ -147,10 +147,10 @@ __global__ __launch_bounds__(kThreads) void index_scores_kernel(const __grid_con
 }
 
 // Few heads of kSteps times 16 dimensions: a block of four warps.
-template <bool kKeepsBest>
+template <bool kFindsCandidates>
 struct FewHeads {
   static constexpr int kHeads = 4, kThreads = 128, kKeys = 64, kColumns = kKeys / 8, kKeyBytes = kKeys * 64 * 2;
-  static constexpr int kBytes = 2 * kKeyBytes + (kKeepsBest ? kThreads / 32 * StagedCandidates::kBytes : 0);
+  static constexpr int kBytes = 2 * kKeyBytes + (kFindsCandidates ? kThreads / 32 * StagedCandidates::kBytes : 0);
 };
 
 // The 16 queries of a warp, of all heads, as operands of mma; zero where there is no query, head or dimension. Where the scale is
@@ -212,9 +212,10 @@ __device__ __forceinline__ void sum_few_heads(const uint32_t (&a)[kHeads][kSteps
 }
 
 // As index_scores_kernel. Blocks of threads share the tiles of keys (x) of a tile of queries (y); each warp has 16 queries.
-template <class T, int kSteps, bool kKeepsBest>
-__global__ __launch_bounds__(128, kSteps <= 2 ? 4 : 2) void index_few_heads_kernel(const __grid_constant__ IndexCall call) {
-  using Shape = FewHeads<kKeepsBest>;
+template <class T, int kSteps, bool kFindsCandidates>
+__global__ __launch_bounds__(FewHeads<kFindsCandidates>::kThreads,
+                             kSteps <= 2 ? 4 : 2) void index_few_heads_kernel(const __grid_constant__ IndexCall call) {
+  using Shape = FewHeads<kFindsCandidates>;
   constexpr int kColumns = Shape::kColumns, kKeys = Shape::kKeys;
   extern __shared__ __align__(128) uint8_t shared[];
   const IndexTopKParams& p = call.p;
@@ -224,11 +225,11 @@ __global__ __launch_bounds__(128, kSteps <= 2 ? 4 : 2) void index_few_heads_kern
   const CompetingRows of_last = competing_rows(p, at.offset + at.first + rows - 1, at.length);
   const int end = max(of_last.end, of_last.later_end), step = static_cast<int>(gridDim.x) * kKeys;
   int first_column = static_cast<int>(blockIdx.x) * kKeys;
-  if (least_key_from<kKeepsBest>(call, first_column) >= end) return;
+  if (least_key_from<kFindsCandidates>(call, first_column) >= end) return;
 
   const uint32_t keys = shared_address(shared);
   const int warp = static_cast<int>(threadIdx.x / 32), warp_row = warp * 16;
-  copy_index_keys<64, kKeys, Shape::kThreads, kKeepsBest>(call, at, keys, first_column);
+  copy_index_keys<64, kKeys, Shape::kThreads, kFindsCandidates>(call, at, keys, first_column);
   copy_async_commit();
   uint32_t a[Shape::kHeads][kSteps][4];
   float weight[Shape::kHeads][2];
@@ -236,14 +237,14 @@ __global__ __launch_bounds__(128, kSteps <= 2 ? 4 : 2) void index_few_heads_kern
   const int heads = static_cast<int>(p.heads);
   const ScoreGroup group(p, at);
   const int lane_row = warp_row + static_cast<int>(threadIdx.x) % 32 / 4;
-  const ScoreRow<kKeepsBest> rows_of_lane[2] = {{call, at, tile, lane_row, rows}, {call, at, tile, lane_row + 8, rows}};
+  const ScoreRow<kFindsCandidates> rows_of_lane[2] = {{call, at, tile, lane_row, rows}, {call, at, tile, lane_row + 8, rows}};
   StagedCandidates candidates(reinterpret_cast<IndexEntry*>(shared + 2 * Shape::kKeyBytes) + warp_row * StagedCandidates::kRoom,
                               static_cast<int64_t>(tile) * kIndexTileQueries + warp_row);
 
-  for (uint32_t buffer = 0; least_key_from<kKeepsBest>(call, first_column) < end; first_column += step, buffer ^= 1) {
+  for (uint32_t buffer = 0; least_key_from<kFindsCandidates>(call, first_column) < end; first_column += step, buffer ^= 1) {
     const int next = first_column + step;
-    if (least_key_from<kKeepsBest>(call, next) < end) {
-      copy_index_keys<64, kKeys, Shape::kThreads, kKeepsBest>(call, at, keys + (buffer ^ 1) * Shape::kKeyBytes, next);
+    if (least_key_from<kFindsCandidates>(call, next) < end) {
+      copy_index_keys<64, kKeys, Shape::kThreads, kFindsCandidates>(call, at, keys + (buffer ^ 1) * Shape::kKeyBytes, next);
     }
     copy_async_commit();
     copy_async_wait<1>();
@@ -257,9 +258,9 @@ __global__ __launch_bounds__(128, kSteps <= 2 ? 4 : 2) void index_few_heads_kern
       float of_row[kColumns][2];
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) of_row[n][0] = sums[n][2 * r], of_row[n][1] = sums[n][2 * r + 1];
-      const ScoreRow<kKeepsBest>& row = rows_of_lane[r];
+      const ScoreRow<kFindsCandidates>& row = rows_of_lane[r];
       finish_row(call, group, row, of_row, first_column);
-      if constexpr (kKeepsBest) {
+      if constexpr (kFindsCandidates) {
         candidates.add(call, row.bound, r, of_row, first_column);
       } else if (row.is_real) {
         store_scores(call, of_row, call.scores + row.number * call.row_stride, first_column);
@@ -267,52 +268,55 @@ __global__ __launch_bounds__(128, kSteps <= 2 ? 4 : 2) void index_few_heads_kern
     }
   }
   copy_async_wait<0>();
-  if constexpr (kKeepsBest) candidates.flush(call);
+  if constexpr (kFindsCandidates) candidates.flush(call);
 }
 
 // The columns of a row: all keys, or those of a sample.
-template <bool kKeepsBest>
+template <bool kFindsCandidates>
 int64_t columns_of(const IndexCall& call) {
-  if (kKeepsBest || call.sample.log2 == 0) return call.p.keys;
+  if (kFindsCandidates || call.sample.log2 == 0) return call.p.keys;
   const int64_t blocks = scores_of_row(call.p, call.log2_score_block);
   return ((blocks + (int64_t{1} << call.sample.log2) - 1) >> call.sample.log2) << call.log2_score_block;
 }
 
-template <class T, int kSteps, bool kKeepsBest>
+template <class T, int kSteps, bool kFindsCandidates>
 cudaError_t launch_scores(const IndexCall& call, cudaStream_t stream) {
   using Shape = ScoreShape<kSteps>;
   static KernelAttribute known;
-  const cudaError_t status = allow_shared_bytes(known, index_scores_kernel<T, kSteps, kKeepsBest>, Shape::kBytes);
+  const cudaError_t status = allow_shared_bytes(known, index_scores_kernel<T, kSteps, kFindsCandidates>, Shape::kBytes);
   if (status != cudaSuccess) return status;
-  const dim3 grid(grid_of((columns_of<kKeepsBest>(call) + Shape::kKeys - 1) / Shape::kKeys), static_cast<unsigned>(call.tiles));
-  index_scores_kernel<T, kSteps, kKeepsBest><<<grid, kThreads, Shape::kBytes, stream>>>(call);
+  const dim3 grid(grid_of((columns_of<kFindsCandidates>(call) + Shape::kKeys - 1) / Shape::kKeys),
+                  static_cast<unsigned>(call.tiles));
+  index_scores_kernel<T, kSteps, kFindsCandidates><<<grid, kThreads, Shape::kBytes, stream>>>(call);
   return cudaGetLastError();
 }
 
-template <class T, int kSteps, bool kKeepsBest>
+template <class T, int kSteps, bool kFindsCandidates>
 cudaError_t launch_few_heads(const IndexCall& call, cudaStream_t stream) {
-  using Shape = FewHeads<kKeepsBest>;
+  using Shape = FewHeads<kFindsCandidates>;
   constexpr int64_t kEnoughBlocks = 4096;
   static KernelAttribute known;
-  const cudaError_t status = allow_shared_bytes(known, index_few_heads_kernel<T, kSteps, kKeepsBest>, Shape::kBytes);
+  const cudaError_t status = allow_shared_bytes(known, index_few_heads_kernel<T, kSteps, kFindsCandidates>, Shape::kBytes);
   if (status != cudaSuccess) return status;
-  const int64_t most = (columns_of<kKeepsBest>(call) + Shape::kKeys - 1) / Shape::kKeys;
+  const int64_t most = (columns_of<kFindsCandidates>(call) + Shape::kKeys - 1) / Shape::kKeys;
   const dim3 grid(grid_of(std::min(most, (kEnoughBlocks + call.tiles - 1) / call.tiles)), static_cast<unsigned>(call.tiles));
-  index_few_heads_kernel<T, kSteps, kKeepsBest><<<grid, Shape::kThreads, Shape::kBytes, stream>>>(call);
+  index_few_heads_kernel<T, kSteps, kFindsCandidates><<<grid, Shape::kThreads, Shape::kBytes, stream>>>(call);
   return cudaGetLastError();
 }
 
-template <class T, bool kKeepsBest>
+template <class T, bool kFindsCandidates>
 cudaError_t launch_scores_of(const IndexCall& call, cudaStream_t stream) {
-  const bool has_few_heads = call.p.heads <= FewHeads<kKeepsBest>::kHeads;
+  const bool has_few_heads = call.p.heads <= FewHeads<kFindsCandidates>::kHeads;
   if (call.p.head_dim <= 32) {
-    return has_few_heads ? launch_few_heads<T, 2, kKeepsBest>(call, stream) : launch_scores<T, 2, kKeepsBest>(call, stream);
+    return has_few_heads ? launch_few_heads<T, 2, kFindsCandidates>(call, stream)
+                         : launch_scores<T, 2, kFindsCandidates>(call, stream);
   }
   if (call.p.head_dim <= 64) {
-    return has_few_heads ? launch_few_heads<T, 4, kKeepsBest>(call, stream) : launch_scores<T, 4, kKeepsBest>(call, stream);
+    return has_few_heads ? launch_few_heads<T, 4, kFindsCandidates>(call, stream)
+                         : launch_scores<T, 4, kFindsCandidates>(call, stream);
   }
-  if (call.p.head_dim <= 128) return launch_scores<T, 8, kKeepsBest>(call, stream);
-  return launch_scores<T, 16, kKeepsBest>(call, stream);
+  if (call.p.head_dim <= 128) return launch_scores<T, 8, kFindsCandidates>(call, stream);
+  return launch_scores<T, 16, kFindsCandidates>(call, stream);
 }
 
 }  // namespace

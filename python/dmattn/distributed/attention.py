@@ -141,7 +141,7 @@ def context_parallel_attention(
     has_seed = dropout_seed is not None and options.dropout_seed is not None
     call_signature = _call_signature(given, (query, key, value, key_bias, scores), options, has_seed, compiling)
     # The others would wait for a rank that alone fails: for its rows, and in backward for its gradients.
-    reported = contextlib.nullcontext() if compiling or world == 1 else failures.reported(ranks)
+    reported = contextlib.nullcontext() if compiling or world == 1 else failures.Reporting(ranks)
     reported_with_gradients = reported if _wants_gradients(query, key, value, key_bias, scores) else contextlib.nullcontext()
     if world == 2 and scores is not None and base is None and options.dropout_seed is None:
         with reported_with_gradients:

@@ -47,7 +47,7 @@ def implement(name: str, function: Callable[..., Any]) -> None:
 
     @functools.wraps(function)
     def reporting(*given: Any) -> Any:
-        with failures.reported(group_named(given[place])):
+        with failures.Reporting(group_named(given[place])):
             return function(*given)
 
     library.impl(name, reporting, "CompositeExplicitAutograd")

@@ -29,8 +29,9 @@ _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDi
 _abandoned: list[dist.ProcessGroup] = []
 
 
-class reported:  # noqa: N801  (a context manager)
-    """Tells the other ranks of errors that this rank alone raises within the context: of all but refusals, which every rank raises."""
+class Reporting:
+    """A context that can be entered again. It tells the other ranks of an error that this rank raises within it, except of a TypeError or a
+    ValueError: those refuse arguments, and every rank raises them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -121,4 +122,4 @@ def _tell(group: dist.ProcessGroup, failure: str) -> None:
 
 
 def _store(group: dist.ProcessGroup) -> Any:
-    return getattr(distributed_c10d, "_get_process_group_store")(group)  # noqa: B009
+    return distributed_c10d._get_process_group_store(group)

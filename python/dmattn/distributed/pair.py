@@ -77,7 +77,7 @@ class Begun(NamedTuple):
 def begin(rows: Sequence[Tensor], selection: Selection, chunks: Chunks) -> Begun:
     """Everything that needs nothing from the other rank. rows: scores [B, Hkv, n, 1], key, value and, if given, key_bias [B, Hkv, n, *]."""
     group = exchange.group_named(chunks.group)
-    with failures.reported(group):
+    with failures.Reporting(group):
         slots = selection.slots(chunks.lengths[0])
         count = sum(slots)
         packed, parts = _message(rows, count)
@@ -211,7 +211,7 @@ class Fetch(torch.autograd.Function):
     def backward(ctx: Any, scores: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> tuple[Any, ...]:
         # Scores and key_bias may have one gradient between them, and two leaves would both keep it and add to it in place.
         gradients = [scores.clone(), key, value, *(bias.clone() for bias in rest[:-1])]
-        with failures.reported(exchange.group_named(ctx.rest[1].group)):
+        with failures.Reporting(exchange.group_named(ctx.rest[1].group)):
             return None, *_send_back(gradients, *ctx.saved_tensors, *ctx.rest)
 
 

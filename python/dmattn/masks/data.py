@@ -35,7 +35,9 @@ class MaskData:
     @classmethod
     def _checked(cls: type[M], **fields: Any) -> M:
         """A mask from its fields as a file gives them. What the constructor refuses is refused."""
-        return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls) if field.init})  # type: ignore[arg-type]
+        kind: Any = cls  # a dataclass, as all masks are
+        mask: M = kind(**{field.name: fields[field.name] for field in dataclasses.fields(kind) if field.init})
+        return mask
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """What ``torch.load``, pickle and copy call. A file of an earlier version may lack fields that have a default."""

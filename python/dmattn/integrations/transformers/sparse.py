@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dmattn import ops
 from dmattn.fake import accumulate_dtype
 from dmattn.indexer import index_top_k
+from dmattn.integrations.transformers.attention import attention_forward
 from dmattn.integrations.transformers.layers import check_model
 from dmattn.integrations.transformers.masks import FAR, interval_of, select_keys
 from dmattn.sizes import padded
@@ -126,8 +126,7 @@ class TopKBlocks(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx, kwargs=options)
         dropout = self.attention_dropout if self.training else 0.0
-        attend = ALL_ATTENTION_FUNCTIONS["dmattn"]
-        out, weights = attend(
+        out, weights = attention_forward(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, indices=lists, **options
         )
         return self.o_proj(out.flatten(2) * gate.flatten(2).sigmoid()), weights
