@@ -185,7 +185,9 @@ nb::dict backward_plan(const nb::dict& call, const nb::dict& device) {
                                       {"lists", w.lists},
                                       {"union keys", plan.unions.key},
                                       {"union bits", plan.unions.seen},
-                                      {"union counts", plan.unions.count}},
+                                      {"union counts", plan.unions.count},
+                                      {"query lists", plan.query_lists.entries},
+                                      {"query list places", plan.query_lists.places}},
                                      w.bytes);
   return made;
 }

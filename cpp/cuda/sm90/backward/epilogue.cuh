@@ -26,6 +26,33 @@ __device__ __forceinline__ void add_grad_query(const QueryDescriptor& descriptor
   }
 }
 
+// The same where the queries are gathered: to their rows of query_sums, in the order of sum_place.
+template <class Shared, int kDim, int kTiles, int kQueries>
+__device__ __forceinline__ void add_listed_grad_query(const QueryDescriptor& descriptor, const ListedQueries<kQueries>& listed,
+                                                      const float (&from)[kTiles][4], uint32_t group, int head_dim) {
+  const int thread = static_cast<int>(thread_index() % kWarpgroup), lane = thread % 32;
+  const int first_row = static_cast<int>(group) * Shared::kPartQueries % kQueries + thread / 32 * 16 + lane / 4;
+  const int first_column = static_cast<int>(group) * Shared::kPartColumns % kDim, width = static_cast<int>(sum_width(head_dim));
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int query = listed.query[index_place<kQueries>(first_row + 8 * r)];
+    if (query < 0) continue;
+    float* const to = descriptor.sums + static_cast<int64_t>(query) * width + first_column + lane % 4 * 4;
+    const auto add = [&](int i) {
+      add_4(to + i * 8, from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r], from[i + 1][2 * r + 1]);
+    };
+    if (first_column + kTiles * 8 <= width) {
+#pragma unroll
+      for (int i = 0; i < kTiles; i += 2) add(i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTiles; i += 2) {
+        if (first_column + i * 8 < width) add(i);
+      }
+    }
+  }
+}
+
 // Adds grad_key and grad_value of the thread's two keys, and of its columns, to rows of key_sums; a missing key has the spare
 // row.
 template <int kDim, int kOut>

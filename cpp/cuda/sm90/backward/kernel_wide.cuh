@@ -334,7 +334,7 @@ class WideGradientConsumer {
       hide_scores<kDim, Traits>(call_.b.forward, tile, descriptor, scores);
       const int column = ScorePlace<kDim>().column;
       if (kHasBias && (shared_.row_flags & kHugeRows)) {
-        weigh_huge_scores<kDim>(call_, tile, descriptor, scores);
+        weigh_huge_scores<kDim>(call_, tile, descriptor, nullptr, scores);
       } else {
         weigh_scores<Traits>(scores, shared_.lse2[stage], column, bias_2_, call_.scale_2);
       }
