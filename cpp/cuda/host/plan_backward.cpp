@@ -47,10 +47,10 @@ bool needs_bias(const AttentionParams& p) {
   return !p.bias.data && (needs_exact_tanh(p) || p.scale < kLeastScale);
 }
 
-// The instance that gathers queries (Keys::kQueryLists); null: the call is not one for it. Lists of small blocks meet most tiles of
-// keys, and neighbouring queries share more of their keys than neighbouring keys share queries.
+// The instance that gathers queries (Keys::kQueryLists); null: the call is not one for it. Blocks of 16 keys are in so many tiles
+// of a trained query that the unions of neighbouring queries are faster (research/lab/lists.md).
 const Instance* find_query_lists(const Build& build, const AttentionParams& p, bool deterministic) {
-  constexpr int32_t kLeastLog2Block = 4;
+  constexpr int32_t kLeastLog2Block = 5;
   static_assert(1 << kLeastLog2Block >= kListedKeys);
   const IndexLists& index = p.mask.index;
   if (!has_index_lists(p) || index.log2_block < kLeastLog2Block || deterministic || p.bias.data || p.mask.tiles.data) return nullptr;

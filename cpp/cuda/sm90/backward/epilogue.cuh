@@ -53,9 +53,9 @@ __device__ __forceinline__ void add_listed_grad_query(const QueryDescriptor& des
   }
 }
 
-// Adds grad_key and grad_value of the thread's two keys, and of its columns, to rows of key_sums; a missing key has the spare
-// row.
-template <int kDim, int kOut>
+// Adds grad_key and grad_value of the thread's two keys, and of its columns, to rows of key_sums. A missing key has the spare row,
+// or where many may be missing, and would wait for each other there, none.
+template <int kDim, bool kSkipsMissing, int kOut>
 __device__ __forceinline__ void add_key_sums(const BackwardCall& call, int batch, int kv_head, const int (&keys_of_rows)[2],
                                              const float (&grad_key)[kOut][4], const float (&grad_value)[kOut][4]) {
   const AttentionParams& p = call.b.forward;
@@ -63,6 +63,7 @@ __device__ __forceinline__ void add_key_sums(const BackwardCall& call, int batch
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = keys_of_rows[r];
+    if (kSkipsMissing && key < 0) continue;
     const int64_t at = key >= 0 ? (batch * p.kv_heads + kv_head) * p.key_length + key : p.batch * p.kv_heads * p.key_length;
     const ScorePlace<kDim> place;
     float* const to = call.key_sums + at * both + place.first_column + place.lane % 4 * 4;
