@@ -251,7 +251,7 @@ def test_varlen_attn(activated, window, lengths_k):
 def test_the_debug_mask_says_what_is_dropped(activated):
     """As torch's own tests use it: where it is not negative, math with that mask gives the same output."""
     given = inputs((2, 4, 9, 8), (2, 2, 12, 8), (2, 2, 12, 8))
-    out, *_, rng, _, debug = aten._scaled_dot_product_flash_attention(*given, 0.3, False, True)
+    out, *_, debug = aten._scaled_dot_product_flash_attention(*given, 0.3, False, True)
     assert debug.shape == (2, 4, 9, 12)
     kept = (debug >= 0).double() / 0.7
     torch.testing.assert_close(out, (math_weights(*given[:2]) * kept) @ given[2].repeat_interleave(2, 1))
@@ -260,7 +260,7 @@ def test_the_debug_mask_says_what_is_dropped(activated):
     lengths, most = [7, 1, 4], 7
     packed = inputs((12, 4, 8), (12, 4, 8), (12, 4, 8))
     ends = ends_of(lengths)
-    out, _, rng, _, debug = aten._flash_attention_forward(*packed, ends, ends, most, most, 0.3, False, True)
+    out, *_, debug = aten._flash_attention_forward(*packed, ends, ends, most, most, 0.3, False, True)
     assert debug.shape == (3, 4, most, most)
     for number, parts in enumerate(zip(*(x.split(lengths) for x in (*packed, out)), strict=True)):
         query, key, value, found = (x.transpose(0, 1)[None] for x in parts)
