@@ -6,6 +6,7 @@ prompts and chunks of prompts, are one call of :func:`dmattn.varlen_attention` o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.decode import PAGE_UNIT, decode_attention
-from dmattn.masks import IntervalMask
+from dmattn.masks import IndexMask, IntervalMask
 from dmattn.varlen import varlen_attention
 
 
@@ -57,6 +58,7 @@ class Paged:
         window: int | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        choose: Callable[[Tensor, Tensor, Tensor, int], IndexMask | None] | None = None,
     ) -> Tensor:
         """Causal attention of the new tokens.
 
@@ -66,6 +68,7 @@ class Paged:
             new: keys and values [T, Hkv, D|Dv] of the new tokens, read instead of their pages where nothing else is needed.
             window: a query sees the last ``window`` keys, its own among them. None: all.
             scale, softcap, sinks: as in :func:`dmattn.attention`.
+            choose: of the decodes' queries [B, H, 1, D], table, lengths and page size: which keys they see, None for all.
 
         Returns:
             [T, H, Dv].
@@ -73,8 +76,18 @@ class Paged:
         outs = []
         if self.decodes:
             rows, table, lengths, key_bias = query[: self.decodes, :, None], *self._visible_pages(window)
+            mask = None if choose is None else choose(rows, table, lengths, self.page_size)
             out = decode_attention(
-                rows, keys, values, lengths, page_table=table, key_bias=key_bias, scale=scale, softcap=softcap, sinks=sinks
+                rows,
+                keys,
+                values,
+                lengths,
+                page_table=table,
+                mask=mask,
+                key_bias=key_bias,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
             )
             outs.append(out[:, :, 0])
         if self.decodes < self.lengths.shape[0]:
@@ -83,9 +96,9 @@ class Paged:
                 own_keys, own_values, ends_k = new[0][self.decodes :], new[1][self.decodes :], ends_q
             else:
                 own_keys, own_values = keys[page, place], values[page, place]
-            mask = None
+            band = None
             if window is not None:
-                mask = IntervalMask.sliding_window(own_keys.shape[0], min(window, checks.MAX_LENGTH) - 1, device=query.device)
+                band = IntervalMask.sliding_window(own_keys.shape[0], min(window, checks.MAX_LENGTH) - 1, device=query.device)
             rows = query[self.decodes :]
             outs.append(
                 varlen_attention(
@@ -95,7 +108,7 @@ class Paged:
                     ends_q,
                     ends_k,
                     is_causal=True,
-                    mask=mask,
+                    mask=band,
                     scale=scale,
                     softcap=softcap,
                     sinks=sinks,
