@@ -128,6 +128,5 @@ def _numbers(name: str, given: object, size: int, device: torch.device) -> Tenso
         if not all(-checks.MAX_INT <= n <= checks.MAX_INT for n in listed):
             raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {given}")
         chosen = torch.tensor(listed, dtype=torch.int64)
-    if checks.values_are_known(chosen) and bool(((chosen < 0) | (chosen >= size)).any()):
-        raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {chosen.tolist()[:8]}")
+    checks.numbers_below(name, chosen, size)
     return chosen.to(device)

@@ -14,7 +14,7 @@ from dmattn import checks
 from dmattn.composed import visible_in_lists
 from dmattn.masks import bounds, drawing, tables
 from dmattn.masks.data import MaskData, join_batches
-from dmattn.masks.detect import PAIRS_AT_ONCE
+from dmattn.masks.detect import PAIRS_AT_ONCE, four_dims
 from dmattn.masks.heads import same_heads, with_rank
 from dmattn.masks.interval import IntervalMask
 
@@ -57,8 +57,7 @@ class IndexMask(MaskData):
     CONSTANTS: ClassVar[tuple[str, ...]] = ("block_size", "is_causal", "local", "sink_keys")
 
     def __post_init__(self) -> None:
-        given = checks.tensor("indices", self.indices)
-        checks.dtype("indices", given, (torch.int32, torch.int64))
+        given = checks.tensor("indices", self.indices, (torch.int32, torch.int64))
         if given.dim() not in (2, 3, 4) or max(given.shape[-2:]) > checks.MAX_LENGTH:
             raise ValueError(f"indices: expected [B|1, H|Hkv|1, Sq, K], got shape {checks.shape_of(given)}")
         check_block_size(self.block_size)
@@ -89,15 +88,12 @@ class IndexMask(MaskData):
             ValueError: a wrong shape or size; a block that is visible in part, or a longer list than max_entries (where the values lie on a
                 GPU and max_entries is given, the device raises it).
         """
-        checks.tensor("mask", mask, (torch.bool,))
-        if mask.dim() not in (2, 3, 4) or max(mask.shape[-2:]) > checks.MAX_LENGTH:
-            raise ValueError(f"mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape {checks.shape_of(mask)}")
+        four = four_dims(mask)
         check_block_size(block_size)
         if max_entries is not None:
             checks.natural_int("max_entries", max_entries)
         elif not checks.values_can_be_read(mask):
             raise ValueError("max_entries: expected a number where the mask has no values that can be read, got None")
-        four = with_rank(mask, 4)
         some, every = (
             F.pad(four, (0, -four.shape[3] % block_size), value=beyond).unflatten(3, (-1, block_size)) for beyond in (False, True)
         )
@@ -155,9 +151,7 @@ class IndexMask(MaskData):
             TypeError: a wrong type or dtype.
             ValueError: a wrong shape, size or device.
         """
-        checks.tensor("scores", scores, checks.DTYPES["cpu"])
-        if scores.dim() != 4:
-            raise ValueError(f"scores: expected 4 dimensions [B|1, H|Hkv|1, Sq, n], got shape {checks.shape_of(scores)}")
+        checks.shaped("scores", scores, "[B|1, H|Hkv|1, Sq, n]", checks.DTYPES["cpu"])
         check_block_size(block_size)
         checks.natural_int("k", k)
         checks.flag("is_causal", is_causal)

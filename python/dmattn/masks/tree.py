@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.masks.heads import with_rank
 
 
 def interval_of(enter: object, leave: object) -> tuple[Tensor, Tensor]:
@@ -47,14 +48,10 @@ def _steps(length: int) -> int:
 
 
 def _numbers(name: str, given: object) -> Tensor:
-    tensor = checks.tensor(name, given)
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: expected dtype int32 or int64, got {tensor.dtype}")
-    if tensor.dim() not in (1, 2):
-        raise ValueError(f"{name}: expected [Sk] or [B, Sk], got shape {checks.shape_of(tensor)}")
-    if tensor.shape[-1] > checks.MAX_LENGTH:
-        raise ValueError(f"{name}: expected at most {checks.MAX_LENGTH} keys, got shape {checks.shape_of(tensor)}")
-    return tensor if tensor.dim() == 2 else tensor[None]
+    numbers = checks.shaped(name, with_rank(checks.tensor(name, given, (torch.int32, torch.int64)), 2), "[B, Sk]")
+    if numbers.shape[1] > checks.MAX_LENGTH:
+        raise ValueError(f"{name}: expected at most {checks.MAX_LENGTH} keys, got shape {checks.shape_of(numbers)}")
+    return numbers
 
 
 def _check_order(parents: Tensor) -> None:

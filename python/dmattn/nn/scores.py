@@ -139,8 +139,8 @@ def explored(
     query, key, value = autocast(query, key, value)
     sizes = sizes_of(query, key, value)
     options = options_of(sizes, None, True, scale, softcap)
-    if checks.tensor("out", out).shape != (*query.shape[:3], value.shape[3]):
-        raise ValueError(f"out: expected [B, H, S, Dv] = {[*query.shape[:3], value.shape[3]]}, got {checks.shape_of(out)}")
+    batch, heads, length, _ = query.shape
+    checks.shaped("out", out, "[B, H, S, Dv]", B=batch, H=heads, S=length, Dv=value.shape[3])
     key_bias = None if key_bias is None else key_bias_rows(key_bias, sizes)
     checks.number_drawn("queries", queries)
     checks.number("last", last, low=0.0, high=1.0)
