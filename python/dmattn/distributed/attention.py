@@ -143,16 +143,16 @@ def context_parallel_attention(
     # The others would wait for a rank that alone fails: for its rows, and in backward for its gradients.
     reported = contextlib.nullcontext() if compiling or world == 1 else failures.Reporting(ranks)
     reported_with_gradients = reported if _wants_gradients(query, key, value, key_bias, scores) else contextlib.nullcontext()
-    if world == 2 and scores is not None and base is None and options.dropout_seed is None:
-        with reported_with_gradients:
-            out, lse = _between_two(ranks, call_signature, (query, key, value), given, options)
-        return (out, lse) if return_lse else out
     if compiling:
         lengths = _lengths_while_compiling(given, world, rank)
         given = _with_long_enough_mask(given, sum(lengths))
     else:
         lengths = agreement.agree(ranks, call_signature)
     chunks = Chunks(ranks.group_name, rank, lengths)
+    if world == 2 and scores is not None and base is None and options.dropout_seed is None:
+        with reported_with_gradients:
+            out, lse = _between_two(query, key, value, given, options, chunks, call_signature)
+        return (out, lse) if return_lse else out
 
     with reported:
         rows, start, end, slots = _fetched((key, value), given, options, dropout_seed, chunks, call_signature)
@@ -416,30 +416,29 @@ def _check_bound(given: Arguments, chunks: Chunks, start: Tensor | None, end: Te
 
 
 def _between_two(
-    group: dist.ProcessGroup,
-    call_signature: list[int],
-    tensors: tuple[Tensor, Tensor, Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     given: Arguments,
     options: Options,
+    chunks: Chunks,
+    call_signature: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Attention to keys that scores select, on one of two ranks; see :mod:`.pair`."""
-    query, key, value = tensors
     assert given.scores is not None
     # A wider dtype has the same order and ties, and its gradients are added in float32.
     scores = given.scores.to(torch.promote_types(given.scores.dtype, accumulate_dtype(given.sizes.dtype)))[..., None]
     rows = [scores, key, value] if given.key_bias is None else [scores, key, value, given.key_bias]
     if torch.compiler.is_compiling():
-        rank = dist.get_rank(group)
-        place = _lengths_while_compiling(given, 2, rank), rank, group.group_name, call_signature
+        place = chunks.lengths, chunks.rank, chunks.group, call_signature
         rows, end, _ = torch.ops.dmattn_distributed.fetch(rows, *given.selection, *place)
-        end, _ = values.compare(_uncompared(given, options, None, True), end, Chunks(group.group_name, rank, place[0]), None)
+        end, _ = values.compare(_uncompared(given, options, None, True), end, chunks, None)
         return _over_slots(query, rows, end, options)
-
-    def attended(begun: pair.Begun) -> tuple[Tensor, Tensor]:
-        *fetched, end = pair.Fetch.apply(begun, *rows)
-        return _over_slots(query, fetched, end, options)
-
-    return pair.exchanged(group, call_signature, rows, pair.Selection(*given.selection), attended)
+    begun = pair.begin(rows, pair.Selection(*given.selection), chunks)
+    *fetched, end = pair.Fetch.apply(begun, *rows)
+    result = _over_slots(query, fetched, end, options)
+    pair.finish(begun)
+    return result
 
 
 def _over_slots(query: Tensor, rows: list[Tensor], end: Tensor, options: Options) -> tuple[Tensor, Tensor]:
