@@ -159,9 +159,9 @@ def _window(given: object, causal: bool) -> tuple[int | None, int | None]:
 
 def _blocks(given: object, query: Tensor, key: Tensor) -> BlockMask:
     (batch, queries, heads, _), (_, keys, kv_heads, _) = query.shape, key.shape
-    sizes = {"B": batch, "H": heads, "Hkv": kv_heads, "rows": -(-queries // BLOCK), "columns": -(-keys // BLOCK)}
+    sizes = {"B": batch, "H": heads, "Hkv": kv_heads, "blocks_q": -(-queries // BLOCK), "blocks_k": -(-keys // BLOCK)}
     dtypes = (torch.int32, torch.int64, torch.uint8, torch.bool)
-    table = checks.shaped("block_mask", given, "[B|1, H|Hkv|1, rows, columns]", dtypes, query, **sizes)
+    table = checks.shaped("block_mask", given, "[B|1, H|Hkv|1, blocks_q, blocks_k]", dtypes, query, **sizes)
     return BlockMask.from_blocks(table != 0, BLOCK)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def interval_of(
     shape = (batch, heads, keys)
     first = torch.full(shape, queries, dtype=torch.int32, device=device)
     last, count = torch.full_like(first, -1), torch.zeros_like(first)
-    for begin, end in _blocks(sizes):
+    for begin, end in spans(queries, batch * heads * keys):
         visible = rows(begin, end)
         query = torch.arange(begin, end, dtype=torch.int32, device=device)[:, None]
         first = torch.minimum(first, torch.where(visible, query, queries).amin(2).to(torch.int32))
@@ -84,11 +84,9 @@ def interval_of(
     return torch.where(seen, first + offset, ALWAYS), torch.where(seen, last + (offset + 1), ALWAYS)
 
 
-def _blocks(sizes: tuple[int, int, int, int]) -> Iterator[tuple[int, int]]:
-    batch, heads, queries, keys = sizes
+def spans(queries: int, pairs_of_each: int) -> list[tuple[int, int]]:
+    """Queries [first, last) that are looked at together: all while tracing, else as many as fit in memory."""
     if torch.compiler.is_compiling():
-        yield 0, queries
-        return
-    step = max(1, PAIRS_AT_ONCE // max(1, batch * heads * keys))
-    for begin in range(0, queries, step):
-        yield begin, min(begin + step, queries)
+        return [(0, queries)]
+    step = max(1, PAIRS_AT_ONCE // max(1, pairs_of_each))
+    return [(first, min(first + step, queries)) for first in range(0, queries, step)]

@@ -14,7 +14,7 @@ from dmattn import checks
 from dmattn.composed import visible_in_lists
 from dmattn.masks import bounds, drawing, tables
 from dmattn.masks.data import MaskData, join_batches
-from dmattn.masks.detect import PAIRS_AT_ONCE, four_dims
+from dmattn.masks.detect import four_dims, spans
 from dmattn.masks.heads import same_heads, with_rank
 from dmattn.masks.interval import IntervalMask
 
@@ -171,7 +171,7 @@ class IndexMask(MaskData):
             offset = offset.view(-1, 1, 1, 1)
         scores = scores.detach()
         found = []
-        for first, last in _spans(scores.shape, block_size if base is not None else 1):
+        for first, last in spans(queries, scores.shape[:2].numel() * places * (1 if base is None else block_size)) or [(0, 0)]:
             position = torch.arange(first, last, device=scores.device)[:, None] + offset
             takes_part = _takes_part(position, keys, block_size, is_causal, local, sink_keys, base)
             part, takes_part = same_heads(scores[:, :, first:last], takes_part, "base", "scores")
@@ -319,15 +319,6 @@ def _of_one_length(lists: Sequence[Tensor]) -> list[Tensor]:
     """Lists filled up with -1 to the longest."""
     longest = max(given.shape[3] for given in lists)
     return [F.pad(given, (0, longest - given.shape[3]), value=NONE) for given in lists]
-
-
-def _spans(shape: torch.Size, keys_of_each: int) -> list[tuple[int, int]]:
-    """Queries [first, last) that are selected for together: all while tracing, else as many as fit in memory."""
-    batch, heads, queries, places = shape
-    if torch.compiler.is_compiling():
-        return [(0, queries)]
-    step = max(1, PAIRS_AT_ONCE // max(1, batch * heads * places * keys_of_each))
-    return [(first, min(first + step, queries)) for first in range(0, queries, step)] or [(0, 0)]
 
 
 def _takes_part(

@@ -623,7 +623,9 @@ def _segments_from_ends(Sk: int, cu_seqlens: object) -> tuple[Tensor, Tensor]:
 
 def _segments_from_ids(Sk: int, ids: object) -> tuple[Tensor, Tensor]:
     given = checks.tensor("ids", ids, (torch.int32, torch.int64))
-    given = checks.shaped("ids", with_rank(given, 2), "[B, Sk]", Sk=Sk)
+    if given.dim() not in (1, 2) or given.shape[-1] != Sk:
+        raise ValueError(f"ids: expected [Sk] or [B, Sk] with Sk={Sk}, got shape {checks.shape_of(given)}")
+    given = with_rank(given, 2)
     keys = torch.arange(Sk, dtype=torch.int32, device=given.device).expand_as(given)
     changes = torch.cat([torch.ones_like(given[:, :1], dtype=torch.bool), given[:, 1:] != given[:, :-1]], dim=1)
     start = torch.where(changes, keys, 0).cummax(dim=1).values

@@ -48,10 +48,11 @@ def _steps(length: int) -> int:
 
 
 def _numbers(name: str, given: object) -> Tensor:
-    numbers = checks.shaped(name, with_rank(checks.tensor(name, given, (torch.int32, torch.int64)), 2), "[B, Sk]")
-    if numbers.shape[1] > checks.MAX_LENGTH:
-        raise ValueError(f"{name}: expected at most {checks.MAX_LENGTH} keys, got shape {checks.shape_of(numbers)}")
-    return numbers
+    numbers = checks.tensor(name, given, (torch.int32, torch.int64))
+    if numbers.dim() not in (1, 2) or numbers.shape[-1] > checks.MAX_LENGTH:
+        expected = f"[Sk] or [B, Sk] with at most {checks.MAX_LENGTH} keys"
+        raise ValueError(f"{name}: expected {expected}, got shape {checks.shape_of(numbers)}")
+    return with_rank(numbers, 2)
 
 
 def _check_order(parents: Tensor) -> None:

@@ -16,8 +16,8 @@ from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.projections import RotatedProjections
 from dmattn.nn.recipe import ScoreRecipe, recommended_sizes
 from dmattn.nn.scores import explored, of_selecting_heads, slopes_of, with_recency
-from dmattn.nn.shards import own_part
 from dmattn.renamed import HidesOldNames, renamed, renamed_attribute, with_new_names
+from dmattn.sharding import own_part
 
 if torch.distributed.is_available():
     from dmattn.distributed.attention import context_parallel_attention

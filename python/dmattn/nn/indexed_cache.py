@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -238,8 +238,6 @@ class IndexedCache(nn.Module):
 
     def reset(self, rows: Tensor | Sequence[int] | int | None = None) -> None:
         """Makes sequences empty, see :meth:`dmattn.BoundedCache.reset`."""
-        if isinstance(rows, Iterable) and not isinstance(rows, Tensor):
-            rows = list(rows)  # an iterator gives its numbers once
         chosen = chosen_rows(rows, self.key)
         if self.streaming is not None:
             self.streaming.reset(chosen)
