@@ -55,7 +55,9 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor, *, longest: int | None =
     ):
         checks.tensor("query", query), checks.tensor("key", key), checks.tensor("value", value)
     device, dtype = query.device, query.dtype
-    checks.dtype("query", query, checks.kernels_for("query", query))
+    dtypes = checks.DTYPES.get(device.type) or checks.kernels_for("query", query)
+    if dtype not in dtypes:
+        checks.dtype("query", query, dtypes)
     query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
     alike = key.device == device == value.device and key.dtype == dtype == value.dtype
     if not alike or not len(query_shape) == len(key_shape) == len(value_shape) == 4:
@@ -71,8 +73,9 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor, *, longest: int | None =
         )
     if (heads % kv_heads if kv_heads else heads) != 0:
         raise ValueError(f"key: expected a number of heads that divides H={heads} of query, got Hkv={kv_heads}")
-    checks.head_size("query", head_dim, "a last dimension that is ")
-    checks.head_size("value", value_dim, "a last dimension that is ")
+    for name, size in (("query", head_dim), ("value", value_dim)):
+        if size % 8 or not 0 < size <= checks.MAX_HEAD_DIM:
+            checks.head_size(name, size, "a last dimension that is ")
     longest = checks.MAX_LENGTH if longest is None else longest
     if query_length > longest or key_length > longest:
         raise ValueError(f"query, key: expected lengths up to {longest}, got Sq={query_length}, Sk={key_length}")

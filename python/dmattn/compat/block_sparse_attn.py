@@ -193,7 +193,10 @@ def _tables(given: object, kinds: Tensor, sizes: list[int], like: Tensor) -> Ten
         if checks.values_are_known(kinds) and bool((kinds > 0).any()):
             raise ValueError("base_blockmask: expected a table for each head with head_mask_type > 0, got None")
         return None
-    dtypes, named = (torch.bool, torch.uint8, torch.int32, torch.int64), dict(zip(("B", "blocks_q", "blocks_k"), sizes, strict=True))
+    dtypes, named = (
+        (torch.bool, torch.uint8, torch.int32, torch.int64),
+        dict(zip(("B", "blocks_q", "blocks_k"), sizes, strict=True)),
+    )
     table = checks.shaped("base_blockmask", given, "[B, tables, blocks_q, blocks_k]", dtypes, like, "q", **named)
     number = torch.where(kinds == 1, (kinds == 1).cumsum(0), kinds)
     if checks.values_are_known(number) and number.numel() and int(number.max()) > table.shape[1]:

@@ -47,8 +47,7 @@ def flash_dynamic_mask_attention(
         TypeError, ValueError: as :func:`dmattn.attention`.
     """
     checks.flag("causal", causal)
-    for name, given in (("q", q), ("k", k), ("v", v)):
-        checks.tensor(name, given)
+    checks.each(checks.tensor, q=q, k=k, v=v)
     if attn_mask is not None and checks.tensor("attn_mask", attn_mask).dtype != torch.bool:
         sizes = sizes_of(q, k, v)
         attn_mask = keep_of("attn_mask", attn_mask, q, sizes.batch * sizes.heads * sizes.query_length * sizes.key_length)

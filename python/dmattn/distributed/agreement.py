@@ -50,18 +50,28 @@ FLOATS = ("scale", "softcap", "dropout_p")
 Call = list[list[int]]  # the call_signature of every rank, in rank order
 
 
+def told(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers of every rank, in rank order; all tell equally many.
+
+    Raises:
+        RuntimeError: a rank has failed, or does not answer within the group's timeout.
+    """
+    failures.check(group)
+    everyone = torch.empty(dist.get_world_size(group) * len(numbers), dtype=torch.int64)
+    sent = torch.tensor(numbers, dtype=torch.int64)
+    failures.wait(all_gather_flat(everyone, sent, host_group(group)), group, everyone)
+    by_rank: list[list[int]] = everyone.view(-1, len(numbers)).tolist()
+    return by_rank
+
+
 def agree(group: dist.ProcessGroup, call_signature: Sequence[int]) -> list[int]:
     """The lengths of all chunks, of ranks whose calls agree.
 
     Raises:
         ValueError: ranks differ, or their lengths are refused; on every rank.
-        RuntimeError: a rank has failed, or does not answer within the group's timeout.
+        RuntimeError: as :func:`told`.
     """
-    failures.check(group)
-    everyone = torch.empty(dist.get_world_size(group) * len(FIELDS), dtype=torch.int64)
-    sent = torch.tensor(call_signature, dtype=torch.int64)
-    failures.wait(all_gather_flat(everyone, sent, host_group(group)), group, everyone)
-    call: Call = everyone.view(-1, len(FIELDS)).tolist()
+    call: Call = told(group, call_signature)
     _compare(call)
     _check_lengths(call)
     return _field(call, "length")
