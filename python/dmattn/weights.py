@@ -96,11 +96,7 @@ def attention_weights(
     if lse is None:
         chosen = own
     else:
-        checks.tensor("lse", lse, (dtype,))
-        if lse.shape != query.shape[:3] or lse.device != query.device:
-            raise ValueError(
-                f"lse: expected [B, H, Sq] = {list(query.shape[:3])} on {query.device}, got {checks.shape_of(lse)} on {lse.device}"
-            )
+        checks.shaped("lse", lse, "[B, H, Sq]", (dtype,), query, B=sizes.batch, H=sizes.heads, Sq=sizes.query_length)
         chosen = lse[:, head][:, :, row]
     weights = torch.exp(logits - torch.where(own == -torch.inf, 0.0, own.detach())[..., None])
     total = torch.where(own == -torch.inf, 1.0, weights.sum(-1))

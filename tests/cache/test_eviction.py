@@ -302,7 +302,7 @@ def test_lse_comes_if_asked():
         (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens()[:3], tokens(5)[3]), ValueError, r"scores: expected \[B, Hkv, T\]"),
         (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens()[:3], tokens()[3].to("meta")), ValueError, "scores: expected device cpu"),
         (lambda: eviction.lifetimes("tova", *tokens()), TypeError, "policy: expected a dmattn.eviction.Policy, got str"),
-        (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens(Hkv=1)[:1], *tokens(Hkv=0)[1:]), ValueError, "query: expected a multiple H"),
+        (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens(Hkv=1)[:1], *tokens(Hkv=0)[1:]), ValueError, "with a multiple H of Hkv=0"),
         (lambda: cache_for(eviction.TOVA(4), *tokens()[:3], slots="9"), TypeError, "slots: expected a positive int, got str"),
         (lambda: cache_for(SCORED, *tokens()[:3]).attend(*tokens(0)), ValueError, "query: expected at least one token, got T=0"),
         (lambda: cache_for(SCORED, *tokens()[:3]).attend(*tokens(H=3)), ValueError, "query: expected H=6 heads like the cache, got 3"),

@@ -23,7 +23,7 @@ from dmattn.masks import ALWAYS, IntervalMask
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import check_base, most_selected, select_interval
 from dmattn.renamed import renamed
-from dmattn.sizes import Sizes, check_scores, key_bias_rows, sizes_of, with_own_gradient
+from dmattn.sizes import Sizes, check_scores, key_bias_rows, per_head, sizes_of, with_own_gradient
 
 CAUSAL, MASK, SCORES = range(3)
 
@@ -267,8 +267,8 @@ def _checked(
     elif local or sink_keys:
         raise ValueError(f"local, sink_keys: expected 0 and 0 without window, got {local} and {sink_keys}")
     for name, given in (("mask", mask), ("base", base)):
-        if isinstance(given, IntervalMask):
-            _check_mask(name, given, sizes)
+        for side in (given.start, given.end) if isinstance(given, IntervalMask) else ():
+            per_head(name, side, sizes, side.shape[2:], "[B|1, H|Hkv|1, N]")
     bias = None if key_bias is None else _bias_rows(key_bias, sizes)
     return Arguments(sizes, kind, mask, scores, bound, (window or 0, local, sink_keys), base, bias)
 
@@ -284,16 +284,6 @@ def _added_to_logits(given: Arguments) -> Tensor | None:
 def _by_head(bias: Tensor) -> Tensor:
     """[B, Hkv, keys, 1 or H / Hkv] to [B, Hkv|H, keys]."""
     return bias[..., 0] if bias.shape[3] == 1 else bias.transpose(2, 3).flatten(1, 2)
-
-
-def _check_mask(name: str, mask: IntervalMask, sizes: Sizes) -> None:
-    batch, heads, _ = mask.shape
-    if batch not in (1, sizes.batch) or heads not in (1, sizes.heads, sizes.kv_heads):
-        raise ValueError(
-            f"{name}: expected [B|1, H|Hkv|1, N] with B={sizes.batch}, H={sizes.heads}, Hkv={sizes.kv_heads}, got {[*mask.shape]}"
-        )
-    if mask.device != sizes.device:
-        raise ValueError(f"{name}: expected device {sizes.device} like query, got {mask.device}")
 
 
 def _bias_rows(key_bias: Tensor, sizes: Sizes) -> Tensor:

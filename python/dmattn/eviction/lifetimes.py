@@ -109,7 +109,7 @@ def check_tokens(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | Non
     checks.shaped("query", query, "[B, H, T, D]", (), key, "key", B=batch, T=length, D=head_dim)
     checks.shaped("value", value, "[B, Hkv, T, Dv]", (), key, "key", B=batch, Hkv=kv_heads, T=length)
     if kv_heads == 0 or query.shape[1] % kv_heads:
-        raise ValueError(f"query: expected a multiple H of Hkv={kv_heads} heads, got {query.shape[1]}")
+        raise ValueError(f"query: expected [B, H, T, D] with a multiple H of Hkv={kv_heads}, got {checks.shape_of(query)}")
     if scores is not None:
         checks.shaped("scores", scores, "[B, Hkv, T]", (), key, "key", B=batch, Hkv=kv_heads, T=length)
     return batch, kv_heads, length

@@ -65,7 +65,7 @@ class MaskBuffer(nn.Module):
     def get_extra_state(self) -> Tensor:
         """The facts that are no tensors, int64 [4 or less]."""
         numbers: list[int] = []
-        for name, fact in self._facts.items():
+        for name, fact in self._own_facts().items():
             numbers += fact if isinstance(fact, tuple) else [SEGMENTS.index(fact) if name == "segments" else int(fact)]
         return torch.tensor(numbers, dtype=torch.int64)
 
@@ -81,11 +81,15 @@ class MaskBuffer(nn.Module):
         if not self._fits(given):
             article = "an" if self._type in (IntervalMask, IndexMask) else "a"
             raise ValueError(f"state_dict: expected the state of {article} {self._type.__name__}, got {given}")
-        numbers, facts = iter(given), {}
-        for name, fact in self._facts.items():
+        numbers, facts = iter(given), dict(self._facts)
+        for name, fact in self._own_facts().items():
             number: Any = tuple(next(numbers) for _ in fact) if isinstance(fact, tuple) else next(numbers)
             facts[name] = SEGMENTS[number] if name == "segments" else type(fact)(number)
         self._facts = facts
+
+    def _own_facts(self) -> dict[str, Any]:
+        """The facts, but for parts that an intersection does not have."""
+        return {} if self._type is CombinedMask else self._facts
 
     def _fits(self, state: object) -> bool:
         """Whether facts can be those of a mask with the tensors that are here."""

@@ -541,15 +541,9 @@ def most_selected(window: int, local: int, sink_keys: int, base: IntervalMask | 
 def segment_ends(base: IntervalMask, scores: Tensor) -> Tensor:
     """The end of each key's segment, for selection among scores [B, Hkv, Sk]; refuses what is no base for them."""
     check_base(base)
-    ends = with_rank(base.end, 3)
-    checks.same_device("base", ends, scores, "scores")
-    if ends.shape[2] != scores.shape[2] or any(
-        own not in (1, size) for own, size in zip(ends.shape[:2], scores.shape[:2], strict=True)
-    ):
-        raise ValueError(
-            f"base: expected a mask for [B, Hkv, Sk] = {checks.shape_of(scores)}, got one for {checks.shape_of(ends)}"
-        )
-    return ends
+    batch, heads, keys = scores.shape
+    like = ((), scores, "scores")
+    return checks.shaped("base", with_rank(base.end, 3), "[B|1, Hkv|1, Sk]", *like, B=batch, Hkv=heads, Sk=keys)
 
 
 def select_interval(

@@ -184,9 +184,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         self._check_dealt_out(heads)
         source = value if self.scores_values else hidden_states
         scores = self.scores(source.detach() if self.recipe.select_only else source)
-        if scores.shape != (batch, heads, length):
-            got = checks.shape_of(scores.transpose(1, 2))
-            raise ValueError(f"score: expected a module that returns [B, S, Hkv] = {[batch, length, heads]}, got {got}")
+        checks.shaped("score", scores.transpose(1, 2), "[B, S, Hkv]", B=batch, S=length, Hkv=heads)
         return scores
 
     def ranked(self, hidden_states: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -178,7 +178,7 @@ class IndexedCache(nn.Module):
         kv_heads, head_dim, like = self.num_kv_heads, self.key.shape[3], (self.key, "the cache")
         _, heads, tokens, _ = checks.shaped("query", query, "[B, H, T, D]", (), *like, B=batch, D=head_dim).shape
         if heads % kv_heads:
-            raise ValueError(f"query: expected a multiple H of Hkv={kv_heads} heads, got {heads}")
+            raise ValueError(f"query: expected [B, H, T, D] with a multiple H of Hkv={kv_heads}, got {checks.shape_of(query)}")
         for name, given in (("key", key), ("value", value)):
             checks.shaped(name, given, "[B, Hkv, T, D]", (), *like, B=batch, Hkv=kv_heads, T=tokens, D=head_dim)
         given_groups = 0 if index is None else index.key.shape[1]
