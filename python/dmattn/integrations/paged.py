@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,22 +74,13 @@ class Paged:
         Returns:
             [T, H, Dv].
         """
-        outs = []
+        outs: list[Tensor] = []
+        shared: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
         if self.decodes:
             rows, table, lengths, key_bias = query[: self.decodes, :, None], *self._visible_pages(window)
-            mask = None if choose is None else choose(rows, table, lengths, self.page_size)
-            out = decode_attention(
-                rows,
-                keys,
-                values,
-                lengths,
-                page_table=table,
-                mask=mask,
-                key_bias=key_bias,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-            )
+            listed = None if choose is None else choose(rows, table, lengths, self.page_size)
+            given: dict[str, Any] = {"page_table": table, "mask": listed, "key_bias": key_bias, **shared}
+            out: Tensor = decode_attention(rows, keys, values, lengths, **given)
             outs.append(out[:, :, 0])
         if self.decodes < self.lengths.shape[0]:
             ends_q, ends_k, page, place = self._rows()
@@ -96,24 +88,11 @@ class Paged:
                 own_keys, own_values, ends_k = new[0][self.decodes :], new[1][self.decodes :], ends_q
             else:
                 own_keys, own_values = keys[page, place], values[page, place]
-            band = None
+            mask = None
             if window is not None:
-                band = IntervalMask.sliding_window(own_keys.shape[0], min(window, checks.MAX_LENGTH) - 1, device=query.device)
+                mask = IntervalMask.sliding_window(own_keys.shape[0], min(window, checks.MAX_LENGTH) - 1, device=query.device)
             rows = query[self.decodes :]
-            outs.append(
-                varlen_attention(
-                    rows,
-                    own_keys,
-                    own_values,
-                    ends_q,
-                    ends_k,
-                    is_causal=True,
-                    mask=band,
-                    scale=scale,
-                    softcap=softcap,
-                    sinks=sinks,
-                )
-            )
+            outs.append(varlen_attention(rows, own_keys, own_values, ends_q, ends_k, is_causal=True, mask=mask, **shared))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _visible_pages(self, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:

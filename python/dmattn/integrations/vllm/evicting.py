@@ -5,7 +5,7 @@
 A request has one block of ``budget + every`` slots in each layer for its whole life (vLLM's ``CircularBufferSpec``), so vLLM's allocator owns
 the memory, and admits as many requests as there are blocks. Heads share the pages of their block: with ``floor`` below 1 their budgets
 differ. A query sees what :func:`dmattn.eviction.lifetimes` says. vLLM turns prefix caching off for such blocks. Windows, sinks and
-layers that share a cache are refused. A position and a number a slot, and the latest queries of a policy that looks at some, lie beside
+layers that share a cache are refused. A position and a number a slot, and the latest queries of a policy that looks at some, lie outside
 vLLM's memory.
 """
 

@@ -3,7 +3,7 @@
     DMATTN_VLLM_LISTS='{"pages": 32, "local": 128, "sink_keys": 4}' vllm serve MODEL --attention-backend CUSTOM --block-size 64
 
 The pages are vLLM's own, so the cache is whole and prefix caching works: a step does less, memory is the same. Prompts attend to all keys, but
-for a chunk of one token, which counts as decoding. The sum of each page's keys lies beside vLLM's memory.
+for a chunk of one token, which counts as decoding. The sum of each page's keys lies outside vLLM's memory.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ListedImpl(PagedImpl):
         return None if self.window is not None else self.rules.mask(query, self.sums, table, lengths, page_size)
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Also adds new keys to the sums of their pages; a page begins anew with its first slot."""
+        """Also adds new keys to the sums of their pages; a page's sum begins at 0 with its first slot."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         keys = self._pools(kv_cache)[0]
         if self.sums.shape[0] != keys.shape[0]:
