@@ -6,14 +6,16 @@
     python tools/planted_faults.py --list --count 100                   print the sample
 
 ``mutations.py`` makes and draws them. The sources are built once with CMake. A mutation compiles again what includes its file, with the
-commands of that build, and runs the tests that TESTS names for the file until one fails; that test must pass without the mutation. CUDA
-is built for one architecture, one dtype and one head size, so that a mutation costs seconds. Ends with 1 when one survives.
+commands of that build, and runs tests until one fails: those that execute its function first (``executed.py``), then the rest of those that
+TESTS names for its file. The quick set runs once without a mutation before: what fails there finds nothing. CUDA is built for one
+architecture, one dtype and one head size, so that a mutation costs seconds. Ends with 1 when one survives.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -35,10 +37,10 @@ from mutations import AREAS, ROOT, SEED, Mutation, mutations_of, sample
 
 LIBRARY = "libdmattn_ops.so"
 RECORD = ROOT / "benchmarks/results/planted_faults.json"
-FIRST = 4  # test files that run before the rest of them
+FIRST = 30.0  # seconds of tests that run before the rest of them
 FAILED = r"^(?:FAILED|ERROR) (tests/[^\n]+?)(?: - .*)?$"
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "pytest"])
+FORKS.set_forkserver_preload(["torch", "pytest", "hypothesis", "sympy", "numpy", "torch._dynamo", "transformers"])
 MEMORY = 16 << 30  # bytes that tests may map: a mutation may allocate without end
 OPS = "forward backward select dynamic_mask_attention decode huge_biases errors limits silence autograd func fuzz"
 # The test files, test_*.py below tests/, that look for a mutation: those of the first pattern that a file's path matches.
@@ -82,7 +84,10 @@ RENAMED = {"reductions": "reduce", "shape_times": "shape"}
 def tests_of(file: str) -> list[str]:
     """Names of the test files that look for mutations of a source file."""
     found, names = next((found, names) for pattern, names in TESTS if (found := re.search(pattern, file)))
-    names = found.expand(names)
+    return tests_named(found.expand(names))
+
+
+def tests_named(names: str) -> list[str]:
     return [f"test_{RENAMED.get(name, name)}.py" for name in names.split()]
 
 
@@ -156,6 +161,8 @@ class Planter:
     def __init__(self, base: Build, options: argparse.Namespace, is_cuda: bool) -> None:
         self.base, self.options, self.is_cuda = base, options, is_cuda
         self.compiling = threading.Semaphore(options.compilers)
+        self.passing: dict[str, tuple[float, frozenset[str]]] = {}  # seconds, and functions executed, by the name of the test
+        self.failing: set[str] = set()  # tests that fail without a mutation
 
     def plant(self, mutation: Mutation) -> tuple[str, str]:
         """What became of it, found, survived or invalid, and the test that found it or what is wrong with it."""
@@ -169,7 +176,7 @@ class Planter:
                 file.write_text(text)
             elif wrong := self.build(mutation.file, text, Path(folder)):
                 return "invalid", wrong
-            return self.test(site, tests_of(mutation.file))
+            return self.test(site, mutation)
 
     def build(self, file: str, text: str, folder: Path) -> str:
         """Leaves libraries with a changed file in ``folder/site``. Returns what is wrong, if something is."""
@@ -198,24 +205,75 @@ class Planter:
                     return f"does not link: {output[-300:]}"
         return ""
 
-    def test(self, site: Path, names: list[str]) -> tuple[str, str]:
-        files = [str(path.relative_to(self.base.source)) for name in names for path in (self.base.source / "tests").rglob(name)]
+    def survey(self) -> None:
+        """Runs the quick set without a mutation, test files side by side: what passes, how long it takes, and what it executes."""
+        root = self.base.source / "tests"
+        names = tests_of("cpp/cuda/") if self.is_cuda else ["test_*.py"]
+        files = [path for name in names for path in root.rglob(name)]
+        folder = self.base.site.parent / "executed"
+        folder.mkdir(exist_ok=True)
+
+        def run_file(file: Path) -> None:
+            output = folder / f"{file.stem}.json"
+            if not output.exists():
+                self.pytest(
+                    self.base.site, [str(file.relative_to(self.base.source))], "--quick", "-p", "executed", executed=output
+                )
+            if output.exists():
+                for name, (seconds, outcome, functions) in json.loads(output.read_text()).items():
+                    if outcome == "passed":
+                        self.passing[name] = seconds, frozenset(functions)
+                    elif outcome == "failed":
+                        self.failing.add(name)
+
+        with ThreadPoolExecutor(self.options.jobs) as pool:
+            list(pool.map(run_file, sorted(files, key=lambda path: -path.stat().st_size)))
+        print(f"{len(self.passing)} tests pass without a mutation", flush=True)
+
+    def tests_for(self, mutation: Mutation) -> list[list[str]]:
+        """Tests of the quick set in the order in which they run: a first part of a few seconds, and the rest."""
+        named = tests_of(mutation.file)
+        own = {test for test in self.passing if test.partition("::")[0].rpartition("/")[2] in named}
+        function = f"{mutation.file}:{mutation.function}"
+        executing = {test for test, (_, functions) in self.passing.items() if function in functions}
+        ordered = sorted(own | executing, key=lambda test: (test not in executing, test not in own, self.passing[test][0]))
+        sums = list(itertools.accumulate(self.passing[test][0] for test in ordered))
+        first = sum(seconds < FIRST for seconds in sums)
+        return [ordered[:first], ordered[first:]]
+
+    def test(self, site: Path, mutation: Mutation) -> tuple[str, str]:
         outcome = "invalid", "no test ran"
-        for some in filter(None, (files[:FIRST], files[FIRST:])):
-            status, output = self.pytest(site, some, "-x")
-            failed = re.findall(FAILED, output, re.M)
-            if status not in (0, 5):
-                ended = f"no end after {self.options.timeout:.0f} s" if status is None else f"exit status {status}"
-                return "found", failed[0] if failed else ended
-            outcome = ("survived", "") if status == 0 else outcome
+        parts = self.tests_for(mutation)
+        if self.options.full:  # all cases of the functions that run, and of the test files named for the source file
+            functions = sorted({test.partition("[")[0] for part in parts for test in part})
+            parts = [functions, *([test] for test in self.files_of(mutation.file))]
+        for tests in filter(None, parts):
+            while True:
+                status, output = self.pytest(site, tests, "-x", *(f"--deselect={test}" for test in self.failing))
+                failed = (re.findall(FAILED, output, re.M) or [""])[0]
+                if status in (0, 5):
+                    outcome = ("survived", "") if status == 0 else outcome
+                    break
+                if not failed or failed in self.passing or not self.fails_without(failed):
+                    ended = f"no end after {self.options.timeout:.0f} s" if status is None else f"exit status {status}"
+                    return "found", failed or ended
+                self.failing.add(failed)
         return outcome
 
-    def pytest(self, site: Path, tests: list[str], *options: str) -> tuple[int | None, str]:
+    def files_of(self, file: str) -> list[str]:
+        paths = (path for name in tests_of(file) for path in (self.base.source / "tests").rglob(name))
+        return [str(path.relative_to(self.base.source)) for path in paths]
+
+    def fails_without(self, test: str) -> bool:
+        """Whether a test that the survey did not run fails without a mutation, too."""
+        return self.pytest(self.base.site, [test])[0] != 0
+
+    def pytest(self, site: Path, tests: list[str], *options: str, executed: Path | None = None) -> tuple[int | None, str]:
         """Exit status, None when the time is up, and output, of a process that begins with torch already imported."""
         arguments = [*tests, *options, *["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]]
-        arguments += [] if self.options.full else ["--quick"]
         path = [str(site), str(self.base.source / "tools"), str(self.base.source / "benchmarks")]
         environment = {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "300"}
+        environment["DMATTN_EXECUTED"] = str(executed)
         if self.is_cuda:
             arguments += ["-p", "reduced"]
             environment["DMATTN_REDUCED"] = f"bfloat16:{self.base.size}"
@@ -310,24 +368,7 @@ def plant_all(planter: Planter, drawn: list[Mutation], count: int, path: Path) -
                 future.result()
         finally:
             done[0] = count  # so that Ctrl-C waits only for those that are planted
-    leave_out_failures(planter, path)
     return survivors[0]
-
-
-def leave_out_failures(planter: Planter, path: Path) -> None:
-    """Takes mutations out of a record that were found by tests that fail without them, too."""
-    rows = read_record(path)
-    tests = sorted({str(row["found_by"]).partition("[")[0] for row in rows.values() if str(row["found_by"]).startswith("tests/")})
-    failing: set[str] = set()
-    for some, option in (
-        ([test for test in tests if "::" in test], "-q"),
-        ([test for test in tests if "::" not in test], "--co"),
-    ):
-        output = planter.pytest(planter.base.site, some, option)[1] if some else ""
-        failing |= {found.partition("[")[0] for found in re.findall(FAILED, output, re.M)}
-    for test in sorted(failing):
-        print(f"fails without a mutation: {test}")
-    write_record(path, {name: row for name, row in rows.items() if str(row["found_by"]).partition("[")[0] not in failing})
 
 
 def main() -> int:
@@ -354,6 +395,7 @@ def main() -> int:
     survivors = 0
     with tempfile.TemporaryDirectory() as temporary:
         work, bases = (options.work or Path(temporary)).resolve(), {}
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # before torch is imported
         for area in options.area:
             drawn = [m for m in sample(mutations_of(area)) if options.match in m.name]
             known = read_record(options.record)
@@ -368,6 +410,7 @@ def main() -> int:
             if size not in bases:
                 bases[size] = Build(work / f"{size or 'cpu'}", size, options.arch, options.compilers)
             planter = Planter(bases[size], options, size is not None)
+            planter.survey()
             survivors += plant_all(planter, drawn, options.count, options.record)
     return int(survivors > 0)
 
