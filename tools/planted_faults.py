@@ -6,9 +6,9 @@
     python tools/planted_faults.py --list --count 100                   print the sample
 
 ``mutations.py`` makes and draws them. The sources are built once with CMake. A mutation compiles again what includes its file, with the
-commands of that build, and runs tests until one fails: those that execute its function first (``executed.py``), then the rest of those that
-TESTS names for its file. The quick set runs once without a mutation before: what fails there finds nothing. CUDA is built for one
-architecture, one dtype and one head size, so that a mutation costs seconds. Ends with 1 when one survives.
+commands of that build, and runs the tests that TESTS names for its file until one fails that passes without it; after a survey, those that
+execute its function first (``executed.py``). CUDA is built for one architecture, one dtype and one head size, so that a mutation costs
+seconds. Ends with 1 when one survives.
 """
 
 from __future__ import annotations
@@ -98,10 +98,14 @@ def run(command: list[str], folder: Path) -> tuple[int, str]:
 
 
 class Build:
-    """The sources as they are, built once: where every mutation begins. ``size`` is the head size of CUDA kernels, None without them."""
+    """The sources as they are, built once: where every mutation begins. ``size`` is the head size of CUDA kernels, None without them.
 
-    def __init__(self, work: Path, size: int | None, arch: str, jobs: int) -> None:
+    ``made`` is a folder that CMake has built these sources in; with None that is done here.
+    """
+
+    def __init__(self, work: Path, size: int | None, arch: str, jobs: int, made: Path | None = None) -> None:
         self.source, self.build, self.site, self.size = work / "source", work / "build", work / "site", size
+        self.compiled = self.source  # the folder whose sources the commands of the build name
         shutil.rmtree(self.source, ignore_errors=True)
         shutil.copytree(ROOT, self.source, ignore=shutil.ignore_patterns(".*", "build", "dist", "results", "__pycache__"))
         beside = Path(sys.executable).parent  # cmake and ninja of a virtual environment come before those of the system
@@ -113,9 +117,12 @@ class Build:
         }  # fmt: skip
         if size:
             options |= {"DMATTN_CUDA_TYPES": "kBFloat16", "DMATTN_CUDA_SIZES": str(size), "DMATTN_CUDA_ARCHS": arch}
-        folders = ["-S", str(self.source), "-B", str(self.build)]
-        self.output([cmake, *folders, "-G", "Ninja", *(f"-D{name}={value}" for name, value in options.items())])
-        self.output([ninja, "-C", str(self.build), "-j", str(jobs)])
+        if made is not None:
+            self.build, self.compiled = made.resolve(), ROOT
+        else:
+            folders = ["-S", str(self.source), "-B", str(self.build)]
+            self.output([cmake, *folders, "-G", "Ninja", *(f"-D{name}={value}" for name, value in options.items())])
+            self.output([ninja, "-C", str(self.build), "-j", str(jobs)])
         shutil.rmtree(self.site, ignore_errors=True)
         shutil.copytree(self.source / "python/dmattn", self.site / "dmattn")
         for library in (self.build / LIBRARY, *self.build.glob("_C*.so")):
@@ -141,7 +148,7 @@ class Build:
             if (level and level[1] != self.level) or (instance and int(instance[1]) != self.size):
                 continue
             paths = (os.path.normpath(self.build / line.strip()) for line in files.splitlines()[1:])
-            if str(self.source / file) in paths:
+            if str(self.compiled / file) in paths:
                 found.append(name.strip())
         return found
 
@@ -188,7 +195,7 @@ class Planter:
             return "no object file of this build includes it"
 
         def compile_one(name: str) -> int | None:
-            command = base.commands[name].replace(f"{base.source}/cpp", f"{source}/cpp").replace(name, made[name])
+            command = base.commands[name].replace(f"{base.compiled}/cpp", f"{source}/cpp").replace(name, made[name])
             with self.compiling:
                 return run(["sh", "-c", command + (" -Wno-error" if ".cpp.o" in name else "")], base.build)[0]
 
@@ -205,11 +212,10 @@ class Planter:
                     return f"does not link: {output[-300:]}"
         return ""
 
-    def survey(self) -> None:
-        """Runs the quick set without a mutation, test files side by side: what passes, how long it takes, and what it executes."""
-        root = self.base.source / "tests"
-        names = tests_of("cpp/cuda/") if self.is_cuda else ["test_*.py"]
-        files = [path for name in names for path in root.rglob(name)]
+    def survey(self, drawn: list[Mutation]) -> None:
+        """Runs the quick set of the test files that look for mutations, without one: what passes, how long, and what it executes."""
+        names = {name for mutation in drawn for name in tests_of(mutation.file)}
+        files = [path for path in (self.base.source / "tests").rglob("test_*.py") if path.name in names]
         folder = self.base.site.parent / "executed"
         folder.mkdir(exist_ok=True)
 
@@ -231,7 +237,9 @@ class Planter:
         print(f"{len(self.passing)} tests pass without a mutation", flush=True)
 
     def tests_for(self, mutation: Mutation) -> list[list[str]]:
-        """Tests of the quick set in the order in which they run: a first part of a few seconds, and the rest."""
+        """Tests of the quick set in the order in which they run, a first part of a few seconds and the rest. Without a survey, files."""
+        if not self.passing:
+            return [[file] for file in self.files_of(mutation.file)]
         named = tests_of(mutation.file)
         own = {test for test in self.passing if test.partition("::")[0].rpartition("/")[2] in named}
         function = f"{mutation.file}:{mutation.function}"
@@ -249,7 +257,8 @@ class Planter:
             parts = [functions, *([test] for test in self.files_of(mutation.file))]
         for tests in filter(None, parts):
             while True:
-                status, output = self.pytest(site, tests, "-x", *(f"--deselect={test}" for test in self.failing))
+                options = ["-x", "--quick"] if not (self.options.full or "::" in tests[0]) else ["-x"]
+                status, output = self.pytest(site, tests, *options, *(f"--deselect={test}" for test in self.failing))
                 failed = (re.findall(FAILED, output, re.M) or [""])[0]
                 if status in (0, 5):
                     outcome = ("survived", "") if status == 0 else outcome
@@ -381,6 +390,9 @@ def main() -> int:
     parser.add_argument("--new", action="store_true", help="only mutations that the record does not have")
     parser.add_argument("--unfound", action="store_true", help="only mutations that the record has as survived")
     parser.add_argument("--full", action="store_true", help="all cases of every test, not at most two")
+    parser.add_argument(
+        "--survey", action="store_true", help="run the quick set first, so that tests come in the best order: for many mutations"
+    )
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which tests count as failed")
     parser.add_argument("--jobs", type=int, default=1, help="mutations planted side by side")
     parser.add_argument("--compilers", type=int, default=os.cpu_count() or 1, help="files compiled side by side")
@@ -389,6 +401,7 @@ def main() -> int:
         "--size", type=int, default=64, choices=(64, 128, 256), help="head size of the CUDA kernels that are built"
     )
     parser.add_argument("--arch", default="90a-real", help="what CUDA code is compiled for")
+    parser.add_argument("--build", type=Path, help="a folder in which these sources have been built without CUDA: taken as it is")
     parser.add_argument("--work", type=Path, help="folder to build in and to leave behind; default: a temporary one")
     options = parser.parse_args()
     options.area = options.area or ["python", "cpu"]
@@ -408,9 +421,10 @@ def main() -> int:
                 continue
             size = options.size if area.startswith("cuda") else None
             if size not in bases:
-                bases[size] = Build(work / f"{size or 'cpu'}", size, options.arch, options.compilers)
+                bases[size] = Build(work / f"{size or 'cpu'}", size, options.arch, options.compilers, options.build)
             planter = Planter(bases[size], options, size is not None)
-            planter.survey()
+            if options.survey:
+                planter.survey(drawn[: options.count])
             survivors += plant_all(planter, drawn, options.count, options.record)
     return int(survivors > 0)
 
