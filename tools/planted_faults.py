@@ -40,7 +40,7 @@ RECORD = ROOT / "benchmarks/results/planted_faults.json"
 FIRST = 30.0  # seconds of tests that run before the rest of them
 FAILED = r"^(?:FAILED|ERROR) (tests/[^\n]+?)(?: - .*)?$"
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "pytest", "hypothesis", "sympy", "numpy", "torch._dynamo", "transformers"])
+FORKS.set_forkserver_preload(["torch", "pytest", "numpy", "torch._dynamo"])
 MEMORY = 16 << 30  # bytes that tests may map: a mutation may allocate without end
 OPS = "forward backward select dynamic_mask_attention decode huge_biases errors limits silence autograd func fuzz"
 # The test files, test_*.py below tests/, that look for a mutation: those of the first pattern that a file's path matches.
@@ -263,6 +263,8 @@ class Planter:
                 if status in (0, 5):
                     outcome = ("survived", "") if status == 0 else outcome
                     break
+                if not failed and status is not None and self.pytest(self.base.site, tests, *options)[0] == status:
+                    sys.exit(f"{tests[0]} does not run without a mutation, either:\n{output[-4000:]}")
                 if not failed or failed in self.passing or not self.fails_without(failed):
                     ended = f"no end after {self.options.timeout:.0f} s" if status is None else f"exit status {status}"
                     return "found", failed or ended
