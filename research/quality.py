@@ -12,6 +12,7 @@ Settings, variants and their parts are in quality_model.py, tasks in quality_tas
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import math
@@ -77,6 +78,7 @@ class Run:
         splits = ("held", "near") if self.task.has_answers else ("held",)
         held = torch.Generator(device).manual_seed(1 << 20)  # the same for all seeds
         self.held = {split: [self.task.draw(held, split) for _ in range(settings.eval_batches)] for split in splits}
+        self.teacher: Model | None = None
         self.step = 0
         self.spent = 0.0
         self.curve: list[dict[str, Any]] = []
@@ -121,7 +123,10 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["full_rate"]
         noise = s.noise * max(0.0, 1 - progress / s.noise_until) if s.noise else 0.0
-        loss, taught = self.loss(self.task.draw(self.generator, "train"), s.window_at(progress), noise)
+        window = s.window_at(progress)
+        if s.distill and window is not None and self.teacher is None:
+            self.teacher = copy.deepcopy(self.model).requires_grad_(False).eval()
+        loss, taught = self.loss(self.task.draw(self.generator, "train"), window, noise)
         (loss + s.teach * taught).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()
@@ -130,20 +135,22 @@ class Run:
 
     def loss(self, batch: Batch, window: int | None, noise: float) -> tuple[Tensor, Tensor]:
         """Mean loss of the targets the task asks for, plus that of the others times `text_weight`; and the scores' own loss."""
-        losses, _, taught = self.forward(batch, window, noise)
+        losses, _, taught = self.forward(batch, window, noise, self.teacher)
         weights = torch.where(batch.asked, 1 / batch.asked.sum(), self.settings.text_weight / (~batch.asked).sum().clamp(min=1))
         return (losses * weights).sum(), taught
 
-    def forward(self, batch: Batch, window: int | None, noise: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, batch: Batch, window: int | None, noise: float = 0.0, teacher: Model | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         level = torch.full((), noise, device=self.device)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device != "cpu"), sdpa_kernel(FASTEST, set_priority=True):
-            result: tuple[Tensor, Tensor, Tensor] = self.model(batch.tokens, batch.targets, window, level)
+            result: tuple[Tensor, Tensor, Tensor] = self.model(batch.tokens, batch.targets, window, level, teacher)
         return result
 
     def warm_up(self) -> None:
         """Compiles everything that the run will need: dense steps, steps with windows, evaluation. Two windows make them dynamic."""
         s = self.settings
-        windows: list[int | None] = [] if s.mask != "dynamic" or not s.dense_until else [None]
+        windows: list[int | None] = [] if s.mask not in ("dynamic", "gated") or not s.dense_until else [None]
         windows += [s.window] if not s.anneal_until else [s.window_at((s.dense_until + s.anneal_until) / 2), s.window]
         batch = self.task.draw(torch.Generator(self.device).manual_seed(0), "train")
         for window in windows:

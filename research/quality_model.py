@@ -65,7 +65,8 @@ class Settings:
     score_trunk: bool = True  # whether gradients of scores reach the layers below
     noise: float = 0.0  # Gumbel noise on the scores while they select in training
     noise_until: float = 1.0  # part of the run after which the noise, falling linearly, is 0
-    dense_until: float = 0.0  # part of the run in which dynamic layers are dense
+    dense_until: float = 0.0  # part of the run in which dynamic layers are dense, gated ones too
+    distill: bool = False  # whether, after that part, the model learns its own dense predictions instead of the targets
     anneal_until: float = 0.0  # part of the run until which the window falls, geometrically, from the length to its size
     teach: float = 0.0  # weight of a loss that teaches the scores the dense attention of `teach_rows` queries a step
     teach_rows: int = 64
@@ -102,6 +103,8 @@ class Settings:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}: expected one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        if self.distill and (self.mask != "gated" or not 0 < self.dense_until < 1):
+            raise ValueError(f"distill: expected False, or a gated mask with dense_until between 0 and 1, got {self.dense_until}")
         if self.mask in ("dynamic", "query", "gated") and self.window < 1:
             raise ValueError(f"local, sink: expected fewer than visible={self.visible} together, got {self.local} + {self.sink}")
         if self.lifetime_window and (self.mask != "query" or self.index_shared or self.score != "linear"):
@@ -153,13 +156,14 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
         "dynamic": DYNAMIC,  # the layer as it is: exp score from the value, added to the logits
         "linear": LINEAR,
         "gated": GATED,  # a gate evicts keys once they have left the local window
+        "distilled": {"distill": True, "dense_until": 0.4, "anneal_until": 0.8},  # behind "gated": gates come into a dense model
         "query": QUERY,  # an indexer chooses keys for each query
         **{f"block{size}": {"index_block": size} for size in (4, 16, 64)},
         "pooled": {"index_pooled": True},
         "shared": {"index_shared": True},
         **{  # a bounded cache, in which lists choose
             f"living{n}": {"lifetime_window": n * visible, "score": "linear", "score_source": "hidden", "score_trunk": False}
-            for n in (2, 4)
+            for n in (1, 2, 4)
         },
         "hybrid": {"dense_every": 3},
         "taught": TAUGHT,
@@ -439,7 +443,7 @@ class Model(nn.Module):
     def __init__(self, settings: Settings, vocabulary: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, settings.width)
-        dense = dataclasses.replace(settings, mask="dense", plain_heads=0, lifetime_window=0)
+        dense = dataclasses.replace(settings, mask="dense", plain_heads=0, lifetime_window=0, distill=False)
         every = settings.dense_every
         self.blocks = nn.ModuleList(
             Block(dense if every and layer % every == every - 1 else settings) for layer in range(settings.layers)
@@ -457,16 +461,28 @@ class Model(nn.Module):
             if name.endswith("taps"):
                 nn.init.normal_(parameter, std=0.3)
         # One block is compiled and serves all: a model of many layers costs no more time to compile.
-        self.run_block, self.read = run_block, read
+        self.run_block, self.read, self.divergence = run_block, read, divergence
         if settings.compile:
             self.run_block, self.read = torch.compile(run_block, fullgraph=True), torch.compile(read, fullgraph=True)
+            self.divergence = torch.compile(divergence, fullgraph=True)
 
-    def forward(self, tokens: Tensor, targets: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, targets: Tensor, window: int | None, noise: Tensor, teacher: Model | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """With a teacher, the loss of each target is the divergence from what the teacher predicts with dense attention."""
+        x, taught = self.hidden(tokens, window, noise)
+        if teacher is None:
+            return *self.read(self.norm, self.head, x, targets), taught
+        with torch.no_grad():
+            theirs = teacher.head(teacher.norm(teacher.hidden(tokens, None, noise)[0]))
+        return *self.divergence(self.norm, self.head, x, theirs), taught
+
+    def hidden(self, tokens: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
         x, taught = self.embedding(tokens), torch.zeros((), device=tokens.device)
         for block in self.blocks:
             x, loss = self.run_block(block, x, window, noise)
             taught = taught + loss
-        return *self.read(self.norm, self.head, x, targets), taught / len(self.blocks)
+        return x, taught / len(self.blocks)
 
 
 def run_block(block: Block, x: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -478,3 +494,10 @@ def read(norm: nn.Module, head: nn.Module, x: Tensor, targets: Tensor) -> tuple[
     logits = head(norm(x)).float()
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
     return losses.view_as(targets), logits.argmax(2) == targets
+
+
+def divergence(norm: nn.Module, head: nn.Module, x: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token: how far its prediction is from a teacher's logits, and whether the likeliest is the same."""
+    logits = head(norm(x)).float()
+    far = F.kl_div(logits.log_softmax(2), teacher.float().log_softmax(2), log_target=True, reduction="none").sum(2)
+    return far, logits.argmax(2) == teacher.argmax(2)

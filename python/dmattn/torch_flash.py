@@ -13,7 +13,8 @@ kernels, forward and backward. A call that dmattn does not take runs on the kern
 | packed sequences (``cum_seq_q``, ``cum_seq_k``), ``seqused_k`` | taken |
 | ``block_table`` | taken; up to 16 causal queries a sequence read the pages where they lie, other calls copy them |
 | ``num_splits`` | has no effect. Where pages are read in place, results never depend on other sequences; elsewhere the last bits can |
-| ``alibi_slopes``, ``return_debug_mask``, more than 2^20 packed tokens, other dtypes and head sizes | the kernel before |
+| ``return_debug_mask`` | with dropout, 1 where a weight is kept and -1 where it is dropped: memory for all pairs |
+| ``alibi_slopes``, more than 2^20 packed tokens, other dtypes and head sizes | the kernel before |
 
 Queries that see no key give zeros and lse = -inf. Activate and restore between steps, not between a forward pass with dropout and its backward.
 """
@@ -34,6 +35,7 @@ from dmattn._library import build_info
 from dmattn.autograd import below_autograd
 from dmattn.call import NO_MASK, MaskTensors, Options, attend, mask_tensors, options_of
 from dmattn.compat import flash_attn, layouts
+from dmattn.composed import dropout_factors
 from dmattn.decode import MAX_QUERIES, PAGE_UNIT, decode_attention
 from dmattn.sizes import Sizes, sizes_of
 from dmattn.varlen import Packed, Rules, packed_call
@@ -220,15 +222,34 @@ def _dense_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return query, key, value
 
 
-def _check_forward(query: Tensor, dropout_p: float, return_debug_mask: bool, left_out: dict[str, Any]) -> None:
-    if return_debug_mask:
-        if dropout_p > 0 and query.requires_grad:
-            # Its backward pass could not tell whose seed it has.
-            raise RuntimeError("dmattn: return_debug_mask with dropout and a gradient: restore torch's own flash attention first")
-        raise NotTakenError("return_debug_mask is left to torch")
+def _check_left_out(left_out: dict[str, Any]) -> None:
     for name, given in left_out.items():
         if given is not None:
             raise NotTakenError(f"{name} is left to torch")
+
+
+def _debug_mask(
+    query: Tensor,
+    key: Tensor,
+    ends_q: Tensor | None,
+    ends_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    rng: Tensor,
+) -> Tensor:
+    """[B, H, max_q, max_k] in the query's dtype: 1 where dropout keeps a weight, -1 where it drops it. Of sequences in rows or packed."""
+    heads, (batch, lengths) = query.shape[-2], (query.shape[0], (max_q, max_k))
+    if ends_q is not None:
+        batch, lengths = 1, (query.shape[0], key.shape[0])
+    factors = dropout_factors(rng[:1].view(torch.int64), dropout_p, batch, heads, ((0, lengths[0]), (0, lengths[1])))
+    if ends_q is not None and ends_k is not None:
+        rows, columns = (
+            (ends[:-1, None] + torch.arange(most, device=ends.device)).clamp(max=length - 1).long()
+            for ends, most, length in ((ends_q, max_q, lengths[0]), (ends_k, max_k, lengths[1]))
+        )
+        factors = factors[0][:, rows[:, :, None], columns[:, None]].transpose(0, 1)
+    return torch.where(factors > 0, 1, -1).to(query.dtype)
 
 
 # aten's ops --------------------------------------------------------------------------------------------------------------------------
@@ -246,7 +267,6 @@ def scaled_dot_product(
     **left_out: Any,
 ) -> tuple[Any, ...]:
     """``aten::_scaled_dot_product_flash_attention`` of [B, heads, S, D]."""
-    _check_forward(query, dropout_p, return_debug_mask, left_out)  # while query says whether it requires a gradient: views do not
     lengths = query.shape[2], key.shape[2]
     query, key, value = (x.transpose(-3, -2) for x in (query, key, value))
     options = (*lengths, dropout_p, is_causal, return_debug_mask)
@@ -283,7 +303,7 @@ def forward(
     **left_out: Any,
 ) -> tuple[Any, ...]:
     """``aten::_flash_attention_forward`` of [B, S, heads, D], or with cum_seq_q of [T, heads, D] and, with block_table, pages of keys."""
-    _check_forward(query, dropout_p, return_debug_mask, left_out)
+    _check_left_out(left_out)
     rng = torch.zeros((2,), dtype=torch.int64, device=query.device)  # as torch has it; the seed is the first
     rng = (rng.random_(2**63 - 1) if dropout_p > 0 else rng).view(torch.uint64)
     extras = _extras(is_causal, scale, window_size_left, window_size_right, dropout_p, rng)
@@ -297,7 +317,10 @@ def forward(
     else:
         out, lse = _packed_call(query, key, value, cum_seq_q, cum_seq_k, extras).forward()
         out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-    return out, lse, rng, rng.new_zeros(()), query.new_empty(0)
+    debug = query.new_empty(0)
+    if return_debug_mask and dropout_p > 0:
+        debug = _debug_mask(query, key, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng)
+    return out, lse, rng, rng.new_zeros(()), debug
 
 
 def forward_into(out: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -316,7 +339,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::_flash_attention_backward``."""
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, _, _, dropout_p, is_causal, rng_state, _ = inputs
-    _check_forward(query, dropout_p, False, left_out)
+    _check_left_out(left_out)
     extras = _extras(is_causal, scale, window_size_left, window_size_right, dropout_p, rng_state)
     if cum_seq_q is None or cum_seq_k is None:
         call = _dense_call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), extras)

@@ -248,6 +248,31 @@ def test_varlen_attn(activated, window, lengths_k):
     same_gradients(out, expected, given)
 
 
+def test_the_debug_mask_says_what_is_dropped(activated):
+    """As torch's own tests use it: where it is not negative, math with that mask gives the same output."""
+    given = inputs((2, 4, 9, 8), (2, 2, 12, 8), (2, 2, 12, 8))
+    out, *_, debug = aten._scaled_dot_product_flash_attention(*given, 0.3, False, True)
+    assert debug.shape == (2, 4, 9, 12)
+    kept = (debug >= 0).double() / 0.7
+    torch.testing.assert_close(out, (math_weights(*given[:2]) * kept) @ given[2].repeat_interleave(2, 1))
+    assert aten._scaled_dot_product_flash_attention(*given, 0.0, False, True)[-1].numel() == 0
+
+    lengths, most = [7, 1, 4], 7
+    packed = inputs((12, 4, 8), (12, 4, 8), (12, 4, 8))
+    ends = ends_of(lengths)
+    out, *_, debug = aten._flash_attention_forward(*packed, ends, ends, most, most, 0.3, False, True)
+    assert debug.shape == (3, 4, most, most)
+    for number, parts in enumerate(zip(*(x.split(lengths) for x in (*packed, out)), strict=True)):
+        query, key, value, found = (x.transpose(0, 1)[None] for x in parts)
+        kept = (debug[number, :, : query.shape[2], : query.shape[2]] >= 0).double() / 0.7
+        torch.testing.assert_close(found, (math_weights(query, key) * kept) @ value)
+
+
+def math_weights(query, key):
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    return (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1)
+
+
 def test_packed_dropout(activated):
     given = inputs((sum(LENGTHS), 4, 16), (sum(LENGTHS), 4, 16), (sum(LENGTHS), 4, 16))
     ends = ends_of(LENGTHS)
@@ -330,10 +355,8 @@ def test_what_is_not_taken_goes_to_the_kernel_before_and_is_said_once(caplog):
             assert "expected a last dimension that is a multiple of 8 up to 256, got 12" in caplog.text
             assert seen == [((0.0, True), {"scale": 0.5})] * 2
             even = inputs((1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), requires_grad=False)
-            assert not aten._scaled_dot_product_flash_attention(*even, 0.0, False, True)[0].any()
-            assert "return_debug_mask is left to torch" in caplog.text
             assert aten._scaled_dot_product_flash_attention(*even)[0].any()
-            assert len(seen) == 3
+            assert len(seen) == 2
         handle.remove()
         assert not aten._scaled_dot_product_flash_attention(*even)[0].any()
     finally:
@@ -368,8 +391,6 @@ def test_more_reasons(activated):
         aten._flash_attention_forward(
             *inputs((1, 4, 1, 8), (4, 1, 8), (4, 1, 8)), ends_of([4]), ends_of([4]), 4, 4, 0.0, False, False
         )
-    with pytest.raises(RuntimeError, match="return_debug_mask with dropout and a gradient"):
-        aten._scaled_dot_product_flash_attention(*inputs((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8)), 0.5, False, True)
 
 
 # On a GPU: torch's own dispatch ------------------------------------------------------------------------------------------------------------

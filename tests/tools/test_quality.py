@@ -240,6 +240,7 @@ VARIANTS = (
     "taught+local+recency+quarter+barely+flat",
     "gated+local4+recency+mixed+barely",
     "gated+local4+sink",
+    "gated+distilled+local4",
     "query+local4+recency+mixed+barely+rows4+peak+explore+last",
     "query+local+recency+block4+pooled+shared+hybrid",
     "query+local4+recency+mixed+living2+explore",
@@ -255,6 +256,25 @@ def test_every_variant_trains(quality, name):
     assert point["held_bits"] > 0
     assert 0 <= point["held_accuracy"] <= 1
     json.dumps(result)
+
+
+def test_gates_are_distilled_from_the_dense_model(quality):
+    """While gates stay shut, the predictions are those of the teacher; where they evict, they are not, and a step comes nearer."""
+    trained = quality.Run(quality.settings_of({"task": "mqar", "variant": "gated+distilled+local4", **SMALL, "lr": 0.01}), "cpu")
+    torch.nn.init.normal_(trained.model.head.weight)
+    (block,) = trained.model.blocks
+    batch, places = trained.held["held"][0], range(4)
+    trained.teacher = copy.deepcopy(trained.model)
+    torch.nn.init.constant_(block.attention.to_score.bias, 1e4)
+    shut = trained.forward(batch, 12, teacher=trained.teacher)[0]
+    torch.testing.assert_close(shut, torch.zeros_like(shut))
+    torch.nn.init.constant_(block.attention.to_score.bias, -100.0)
+    far = [trained.loss(batch, 12, 0.0)[0] for _ in places]
+    assert min(far) > 100 * shut.abs().max()
+    trained.step = 1
+    for _ in range(20):
+        trained.one_step(0.5)
+    assert max(trained.loss(batch, 12, 0.0)[0] for _ in places) < min(far)
 
 
 def finished(quality, variant, seed, bits, **more):

@@ -43,6 +43,7 @@ class MaskBuffer(nn.Module):
         self._type: type[IntervalMask] | type[BlockMask] | type[IndexMask] | type[CombinedMask] = type(mask)
         self._persistent = persistent
         self._facts: dict[str, Any] = {}
+        self._before: list[tuple[MaskBuffer, dict[str, Tensor | None], dict[str, Any]]] = []  # while a state dict is loaded
         if isinstance(mask, BlockMask) and any(size % GPU_TILE for size in mask.tile):
             mask = mask._with_tiles((GPU_TILE, GPU_TILE))  # tiles that every device takes
         for name, value in mask._fields().items():
@@ -52,6 +53,8 @@ class MaskBuffer(nn.Module):
                 self.register_buffer(name, value, persistent=persistent)
             else:
                 self._facts[name] = value
+        if self._type is CombinedMask:
+            self.register_load_state_dict_post_hook(_check_parts)
 
     @property
     def mask(self) -> Mask:
@@ -64,14 +67,10 @@ class MaskBuffer(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """The facts that are no tensors, int64 [4 or less]."""
-        facts = self._facts
-        if self._type is IntervalMask:
-            return torch.tensor([int(facts["any_length"]), SEGMENTS.index(facts["segments"]), int(facts["most_keys"])])
-        if self._type is IndexMask:
-            return torch.tensor([int(facts[name]) for name in IndexMask.CONSTANTS])
-        if self._type is CombinedMask:
-            return torch.zeros(0, dtype=torch.int64)
-        return torch.tensor([facts["query_length"], facts["key_length"], *facts["block_size"]])
+        numbers: list[int] = []
+        for name, fact in self._own_facts().items():
+            numbers += fact if isinstance(fact, tuple) else [SEGMENTS.index(fact) if name == "segments" else int(fact)]
+        return torch.tensor(numbers, dtype=torch.int64)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Takes over what :meth:`get_extra_state` gave.
@@ -85,12 +84,15 @@ class MaskBuffer(nn.Module):
         if not self._fits(given):
             article = "an" if self._type in (IntervalMask, IndexMask) else "a"
             raise ValueError(f"state_dict: expected the state of {article} {self._type.__name__}, got {given}")
-        if self._type is IntervalMask:
-            self._facts = {"any_length": bool(given[0]), "segments": SEGMENTS[given[1]], "most_keys": given[2]}
-        elif self._type is IndexMask:
-            self._facts = dict(zip(IndexMask.CONSTANTS, (given[0], bool(given[1]), *given[2:]), strict=True))
-        elif given:
-            self._facts = {"query_length": given[0], "key_length": given[1], "block_size": (given[2], given[3])}
+        numbers, facts = iter(given), dict(self._facts)
+        for name, fact in self._own_facts().items():
+            number: Any = tuple(next(numbers) for _ in fact) if isinstance(fact, tuple) else next(numbers)
+            facts[name] = SEGMENTS[number] if name == "segments" else type(fact)(number)
+        self._facts = facts
+
+    def _own_facts(self) -> dict[str, Any]:
+        """The facts, but for parts that an intersection does not have."""
+        return {} if self._type is CombinedMask else self._facts
 
     def _fits(self, state: object) -> bool:
         """Whether facts can be those of a mask with the tensors that are here."""
@@ -114,6 +116,8 @@ class MaskBuffer(nn.Module):
         if not self._persistent:
             return
         held, facts = dict(self._buffers), self._facts
+        if self._type is CombinedMask:  # its parts are loaded after this, and compared after that
+            self._before = [(part, dict(part._buffers), part._facts) for part in self._parts()]
         try:
             for name, own in held.items():
                 loaded = state_dict.get(prefix + name)
@@ -123,7 +127,7 @@ class MaskBuffer(nn.Module):
                     if any_slots or loaded.shape == own.shape:  # else torch refuses it
                         self._buffers[name] = own.new_empty(loaded.shape)
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-            if self._type is not CombinedMask:  # whose parts are loaded by themselves
+            if self._type is not CombinedMask:
                 self._type._checked(**self._mask_fields())
         except (TypeError, ValueError):
             self._buffers.update(held)
@@ -132,3 +136,18 @@ class MaskBuffer(nn.Module):
 
     def extra_repr(self) -> str:
         return "" if self._type is CombinedMask else repr(self.mask)
+
+    def _parts(self) -> list[MaskBuffer]:
+        return [part for part in self.children() if isinstance(part, MaskBuffer)]
+
+
+def _check_parts(module: MaskBuffer, _: object) -> None:
+    """Refuses parts that were loaded each for itself and do not fit each other."""
+    before, module._before = module._before, []
+    try:
+        CombinedMask._checked(**module._mask_fields())
+    except (TypeError, ValueError):
+        for part, buffers, facts in before:
+            part._buffers.update(buffers)
+            part._facts = facts
+        raise

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dmattn import checks
-from dmattn.cache import BoundedCache, PaddingSide
+from dmattn.cache import BoundedCache, PaddingSide, chosen_rows
 from dmattn.cache_chunk import CacheCall
+from dmattn.cache_loaded import check_same_lengths
 
 
 def cache_of_layer(
@@ -73,10 +74,9 @@ class MixedCache(nn.Module):
 
     def reset(self, rows: Tensor | Sequence[int] | int | None = None) -> None:
         """See :meth:`dmattn.BoundedCache.reset`."""
-        if isinstance(rows, Iterable) and not isinstance(rows, Tensor):
-            rows = list(rows)  # an iterator gives its numbers once
-        self.streaming.reset(rows)
-        self.selecting.reset(rows)
+        chosen = chosen_rows(rows, self.selecting.key)
+        self.streaming.reset(chosen)
+        self.selecting.reset(chosen)
 
     def next_positions(self, tokens: int, lengths: Tensor | None = None, padding_side: PaddingSide = "right") -> Tensor:
         """See :meth:`dmattn.BoundedCache.next_positions`."""
@@ -108,6 +108,11 @@ class MixedCache(nn.Module):
         return self.streaming.nbytes + self.selecting.nbytes
 
     # Inside ---------------------------------------------------------------------------------------------------------------------
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        for name in ("steps", "kept"):
+            check_same_lengths(prefix, state_dict, f"selecting.{name}", f"streaming.{name}")
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _autocast(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return self.selecting._autocast(*tensors)
