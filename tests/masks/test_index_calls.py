@@ -22,6 +22,7 @@ from dmattn.testing.case import positions_from
 from dmattn.testing.features import MASK_TYPES
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import assert_compiles_once, assert_exports
 from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
@@ -266,17 +267,12 @@ def arguments_of(length, entries, device, dtype):
 
 @pytest.mark.long
 def test_compile_without_recompiling(device, dtype):
-    torch._dynamo.reset()
-    compiled = torch.compile(masked, fullgraph=True, dynamic=True)
-    compiled(*arguments_of(450, 11, device, dtype)).sum().backward()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for length, entries in ((230, 9), (300, 40)):
-            given_tensors = arguments_of(length, entries, device, dtype)
-            out, expected = compiled(*given_tensors), masked(*given_tensors)
-            torch.testing.assert_close(out, expected)
-            made, wanted = (torch.autograd.grad(result.sum(), given_tensors[:3]) for result in (out, expected))
-            for ours, theirs in zip(made, wanted, strict=True):
-                torch.testing.assert_close(ours, theirs)
+    def step(call, length, entries):
+        given_tensors = arguments_of(length, entries, device, dtype)
+        out = call(*given_tensors)
+        return out, *torch.autograd.grad(out.sum(), given_tensors[:3])
+
+    assert_compiles_once(masked, ((450, 11), (230, 9), (300, 40)), step, "inductor")
 
 
 class Attends(torch.nn.Module):
@@ -292,11 +288,8 @@ def test_export_with_dynamic_shapes(tmp_path):
         return *(leaf.detach() for leaf in leaves), IndexMask(indices, 2, is_causal=True, local=5)
 
     shapes = (*({2: length},) * 3, [{2: length, 3: entries}])
-    program = torch.export.export(Attends(), example(40, 7), dynamic_shapes=shapes, strict=False)
-    torch.export.save(program, tmp_path / "lists.pt2")
-    loaded = torch.export.load(tmp_path / "lists.pt2").module()
-    for sizes in ((5, 3), (333, 20)):
-        assert torch.equal(loaded(*example(*sizes)), Attends()(*example(*sizes)))
+    others = (example(5, 3), example(333, 20))
+    assert_exports(Attends(), example(40, 7), others, tmp_path / "lists.pt2", dynamic_shapes=shapes, strict=False)
 
 
 @pytest.mark.slow

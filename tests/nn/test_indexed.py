@@ -15,6 +15,7 @@ from dmattn.nn import IndexedAttention, IndexedCache, Indexer, IndexProjections,
 from dmattn.nn import scores as scores_module
 from dmattn.testing import AttentionCase, strategies
 from dmattn_bench import two_ways
+from programs import assert_compiles_once, exported
 from torch.utils.checkpoint import checkpoint
 
 tensor = strategies.random_tensor
@@ -339,27 +340,19 @@ def test_projections_are_named_and_select_alike():
 @pytest.mark.long
 def test_the_layer_compiles_whole_for_any_length():
     layer = layer_of(torch.float32, queries=8)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
 
     def step(call, length):
         torch.manual_seed(1)
         out, loss = call(tensor((2, length, 32), length), with_index_loss=True)
         return out, loss, *torch.autograd.grad(out.square().sum() + loss, list(layer.parameters()))
 
-    step(compiled, 41)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for length in (50, 67):
-            for ours, eager in zip(step(compiled, length), step(layer, length), strict=True):
-                torch.testing.assert_close(ours, eager)
+    assert_compiles_once(layer, ((41,), (50,), (67,)), step)
 
 
 def test_inference_is_exported_for_any_length(tmp_path):
     layer = layer_of(torch.float32).eval()
     length = torch.export.Dim("length", min=2, max=4096)
-    program = torch.export.export(layer, (tensor((1, 41, 32), 0),), dynamic_shapes=({1: length},))
-    torch.export.save(program, tmp_path / "layer.pt2")
-    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    loaded = exported(layer, (tensor((1, 41, 32), 0),), tmp_path / "layer.pt2", dynamic_shapes=({1: length},))
     for length in (41, 64):
         hidden = tensor((1, length, 32), 1)
         torch.testing.assert_close(loaded(hidden), layer(hidden))
@@ -372,8 +365,7 @@ def test_checkpointing_draws_the_same_queries():
         torch.manual_seed(2)
         out, loss = call(hidden, with_index_loss=True)
         results.append(torch.autograd.grad(out.square().sum() + loss, [hidden, *layer.parameters()]))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*results)
 
 
 def test_autocast_computes_in_half_precision():

@@ -37,19 +37,6 @@ def test_the_largest_tile_is_taken(device, tiles):
         ops.pack_tiles(mask, 40, 4100, 1, 1, *(tile + 32 if tile == 4096 else tile for tile in tiles))
 
 
-def test_one_more_is_refused():
-    query, key = repeated(1), repeated(LONGEST + 1)
-    for Sq, Sk in ((query, key), (key, query)):
-        with pytest.raises(ValueError, match=rf"query, key: expected lengths up to {LONGEST}, got Sq=.*{LONGEST + 1}"):
-            dmattn.attention(Sq, Sk, Sk)
-        with pytest.raises(RuntimeError, match=rf"(query|key): expected a length up to {LONGEST}, got {LONGEST + 1}"):
-            ops.forward(Sq, Sk, Sk, *(None,) * 11, *OPTIONS)
-    with pytest.raises(RuntimeError, match=rf"scores: expected a length up to {LONGEST}, got {LONGEST + 1}"):
-        ops.select(key[..., 0], None, 3, True)
-    with pytest.raises(ValueError, match=rf"value: expected a length up to {LONGEST}, got {LONGEST + 1}"):
-        dmattn.key_scores(key, tensor((1, 8), 0), torch.zeros(1))
-
-
 @pytest.mark.parametrize("window", [2**31, 2**32 + 2, 2**63 - 1])
 def test_a_local_window_and_sinks_beyond_32_bits_keep_every_key(device, window):
     scores = torch.full((1, 2, 40), -torch.inf, device=device)
