@@ -125,9 +125,6 @@ def test_an_expanded_mask_is_read_once_a_tile(device):
     assert time.monotonic() - start < 10  # 2^36 elements would take longer
 
 
-# What an option reaches -----------------------------------------------------------------------------------------------------------------
-
-
 # What is refused with a sentence ------------------------------------------------------------------------------------------------------
 
 
@@ -227,19 +224,17 @@ def lengths_of_traced_calls():
     layer = dmattn.nn.MultiheadAttention(16, 2, batch_first=True).eval()
     forward = flash_dmattn.flash_dynamic_mask_attention_forward
 
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, query, key):
-            return self.layer(query, key, key, is_causal=True, need_weights=False)[0]
+    def attends(layer, query, key):
+        return layer(query, key, key, is_causal=True, need_weights=False)[0]
 
     def heads(queries, keys):
         return tuple(tensor((1, 2, length, 8), seed) for seed, length in enumerate((queries, keys, keys)))
 
     return {
-        "MultiheadAttention": (Layer().eval(), lambda queries, keys: (tensor((1, queries, 16), 0), tensor((1, keys, 16), 1))),
+        "MultiheadAttention": (
+            Calls(attends, layer).eval(),
+            lambda queries, keys: (tensor((1, queries, 16), 0), tensor((1, keys, 16), 1)),
+        ),
         "sdpa": (lambda q, k, v: dmattn.scaled_dot_product_attention(q, k, v, is_causal=True), heads),
         "flash-dmattn's forward": (
             lambda q, k, v, scores: forward(None, q, k, v, None, scores, window_size=12)[0],

@@ -101,6 +101,7 @@ def test_a_layer_and_one_of_old_arguments_are_the_same():
 )  # fmt: skip
 def test_attributes_of_layers_have_their_old_names_too(old, new, value):
     layer = DynamicMaskAttention(16, 2, 3, sink_keys=2)
+    assert old not in dir(layer)
     with pytest.warns(FutureWarning, match=f"^{old} is called {new} now"):
         assert getattr(layer, old) == operator.attrgetter(new)(layer)
     with pytest.warns(FutureWarning, match=f"^{old} is called {new} now"):
