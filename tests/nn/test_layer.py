@@ -203,14 +203,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(local, sink_keys, so
     )
     scores.requires_grad_()
     base = IntervalMask.documents(24, torch.tensor([*documents, 24])) if len(documents) > 1 else None
-    given = {
-        "base": base,
-        "local": local,
-        "sink_keys": sink_keys,
-        "queries": 24,
-        "softcap": softcap,
-        "sharp": sharp,
-    }  # every query
+    every_query = 24
+    given = {"base": base, "local": local, "sink_keys": sink_keys, "queries": every_query, "softcap": softcap, "sharp": sharp}
     ours = score_loss(query, key, scores, key_bias=bias, **given)
     by_hand = loss_by_hand(query, key, scores, bias, documents, local, sink_keys, softcap, sharp)
     torch.testing.assert_close(ours, by_hand)
