@@ -53,7 +53,7 @@ TESTS = (
     (r"cpp/cuda/", "sanitized cuda_tiles cuda_live_keys key_sources in_order cuda_gradients cuda_limits " + OPS),
     (r"cpp/", OPS + " rounding threads"),
     (r"distributed/", "context_parallel"),
-    (r"sharding|nn/shards", "sharding shards wrappers"),
+    (r"sharding", "sharding shards wrappers"),
     (r"integrations/transformers/(packing|cache)", "transformers_cache serving_examples transformers"),
     (r"integrations/", "transformers transformers_doge transformers_convert transformers_odd_models"),
     (r"compat/flash_attn|compat/padding", "compat_errors compat_flash_attn"),

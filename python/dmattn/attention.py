@@ -238,10 +238,7 @@ def scores_of(
     value: Tensor, proj_name: str, proj: Tensor | nn.Module | None, factor_name: str, factor: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """:func:`key_scores` for callers with other names for the projection and for A."""
-    checks.tensor("value", value, checks.DTYPES["cpu"])
-    if value.dim() != 4:
-        raise ValueError(f"value: expected 4 dimensions [B, Hkv, Sk, Dv], got shape {checks.shape_of(value)}")
-    batch, kv_heads, length, size = value.shape
+    batch, kv_heads, length, size = checks.shaped("value", value, "[B, Hkv, Sk, Dv]", checks.DTYPES["cpu"]).shape
     if length > checks.MAX_LENGTH:
         raise ValueError(f"value: expected a length up to {checks.MAX_LENGTH}, got {length}")
     if not isinstance(proj, Tensor | nn.Module):

@@ -93,8 +93,7 @@ class BoundedCache(nn.Module):
         checks.natural_int("rewind", rewind)
         for name, size in (("head_dim", head_dim), ("value_dim", value_dim)):
             checks.positive_int(name, size)
-            if size % 8 or size > checks.MAX_HEAD_DIM:
-                raise ValueError(f"{name}: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {size}")
+            checks.head_size(name, size)
         self.sizes = CacheSizes(sink_keys, local, window, rewind)
         slots = self.sizes.visible() + rewind
         if self.sizes.visible() == 0 or slots > checks.MAX_LENGTH:
@@ -350,26 +349,13 @@ class BoundedCache(nn.Module):
         tokens = query.shape[2]
         if tokens < 1 or tokens + self.sizes.visible() > checks.MAX_LENGTH:
             raise ValueError(f"query: expected 1 to {checks.MAX_LENGTH - self.sizes.visible()} tokens a call, got T={tokens}")
-        new: list[tuple[str, Tensor | None, str, list[int]]] = [
-            ("key", key, "[B, Hkv, T, D]", [head_dim]),
-            ("value", value, "[B, Hkv, T, Dv]", [self.value.shape[3]]),
-            ("scores", scores, "[B, Hkv, T]", []),
-        ]
-        for name, tensor, layout, last in new:
-            if tensor is None:
-                continue
-            checks.tensor(name, tensor)
-            expected = [batch, kv_heads, tokens, *last]
-            if list(tensor.shape) != expected:
-                raise ValueError(f"{name}: expected {layout} = {expected}, got {checks.shape_of(tensor)}")
+        checks.shaped("key", key, "[B, Hkv, T, D]", B=batch, Hkv=kv_heads, T=tokens, D=head_dim)
+        checks.shaped("value", value, "[B, Hkv, T, Dv]", B=batch, Hkv=kv_heads, T=tokens, Dv=self.value.shape[3])
         dtypes = checks.DTYPES["cpu"] if self.key.dtype == torch.float64 else checks.DTYPES["cpu"][1:]
         if slopes is not None:
-            checks.tensor("slopes", slopes, dtypes, self.key, "the cache")
-            if list(slopes.shape) != [kv_heads]:
-                raise ValueError(f"slopes: expected [Hkv] = {[kv_heads]}, got {checks.shape_of(slopes)}")
+            checks.shaped("slopes", slopes, "[Hkv]", dtypes, self.key, "the cache", Hkv=kv_heads)
         if scores is not None:
-            checks.dtype("scores", scores, dtypes)
-            checks.same_device("scores", scores, self.key, "the cache")
+            checks.shaped("scores", scores, "[B, Hkv, T]", dtypes, self.key, "the cache", B=batch, Hkv=kv_heads, T=tokens)
         elif self.sizes.window != 0:
             raise ValueError(f"scores: expected [B, Hkv, T] with a window of {self.sizes.window}, got None")
 
@@ -397,17 +383,15 @@ class BoundedCache(nn.Module):
 
 def check_index(index: Tensor, like: Tensor) -> None:
     """Checks numbers of sequences [B] for a cache whose keys are ``like`` [B, ...]."""
-    checks.per_sequence("index", index, like, "the cache", (torch.int32, torch.int64))
-    batch = like.shape[0]
-    if checks.values_are_known(index) and bool(((index < 0) | (index >= batch)).any()):
-        raise ValueError(f"index: expected numbers of sequences from 0 to {batch - 1}, got {index.tolist()}")
+    checks.numbers_below(
+        "index", checks.per_sequence("index", index, like, "the cache", (torch.int32, torch.int64)), like.shape[0]
+    )
 
 
 def chosen_rows(rows: Tensor | Sequence[int] | int | None, like: Tensor) -> Tensor:
     """bool [B]: the sequences that ``rows`` says, as :meth:`BoundedCache.reset` takes it."""
     batch = like.shape[0]
-    if not (rows is None or isinstance(rows, Tensor | Iterable | int)):
-        raise TypeError(f"rows: expected bool [B], numbers of sequences or None, got {checks.type_of(rows)}")
+    checks.instance("rows", rows, Tensor | Iterable | int | None, "bool [B], numbers of sequences or None")
     if rows is None:
         return torch.ones(batch, dtype=torch.bool, device=like.device)
     if isinstance(rows, Tensor):
@@ -454,8 +438,7 @@ def tokens_back(n: int | Tensor, kept: Tensor, rewind: int) -> Tensor:
 
 
 def check_side(padding_side: object) -> None:
-    if padding_side not in ("left", "right"):
-        raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
+    checks.one_of("padding_side", padding_side, "left", "right")
 
 
 def rolled(given: Tensor, shift: Tensor) -> Tensor:

@@ -140,11 +140,7 @@ def at_offset(query_offset: object, masks: MaskTensors, options: Options, sizes:
 
     Block masks and lists count queries, not positions, and stay; the local window of an index mask moves.
     """
-    offset = bounds.position("query_offset", query_offset, sizes.device)
-    if isinstance(offset, Tensor) and offset.dim() and offset.shape[0] not in (1, sizes.batch):
-        raise ValueError(
-            f"query_offset: expected an int or a tensor [] or [B] with B={sizes.batch}, got {list(offset.shape[:1])}"
-        )
+    offset = bounds.position("query_offset", query_offset, sizes.device, sizes.batch)
     usual = sizes.key_length - sizes.query_length
     if not isinstance(offset, Tensor) and not torch.compiler.is_compiling() and offset == usual:
         return masks, options

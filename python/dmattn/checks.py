@@ -70,6 +70,47 @@ def same_device(name: str, value: Tensor, like: Tensor, like_name: str = "query"
         raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {value.device}")
 
 
+def shaped(
+    name: str, value: object, layout: str, dtypes: Sequence[torch.dtype] = (), like: Tensor | None = None, like_name: str = "query",
+    /, **sizes: int,
+) -> Tensor:  # fmt: skip
+    """A tensor, as :func:`tensor` checks it, with the dimensions of a layout like "[B|1, Hkv, S]", some of which have these ``sizes``."""
+    given = tensor(name, value, dtypes, like, like_name)
+    dims = layout[1:-1].split(", ")
+    if given.dim() != len(dims):
+        raise ValueError(f"{name}: expected {len(dims)} dimensions {layout}, got shape {shape_of(given)}")
+    for size, dim in zip(given.shape, dims, strict=True):
+        fits = size == sizes[dim] if dim in sizes else dim.isalpha()  # the usual names, in little time
+        if not fits and not any(size == int(n) if n.isdigit() else size == sizes.get(n, size) for n in dim.split("|")):
+            known = ", ".join(f"{one}={length}" for one, length in sizes.items())
+            raise ValueError(f"{name}: expected {layout}{' with ' if known else ''}{known}, got {shape_of(given)}")
+    return given
+
+
+def numbers_below(name: str, value: Tensor, below: int) -> None:
+    """Numbers from 0 to below - 1, where their values are known."""
+    if values_are_known(value) and bool(((value < 0) | (value >= below)).any()):
+        raise ValueError(f"{name}: expected numbers from 0 to {below - 1}, got {value.tolist()[:8]}")
+
+
+def head_size(name: str, value: int, what: str = "") -> None:
+    """A size of heads that the kernels take."""
+    if value % 8 or not 0 < value <= MAX_HEAD_DIM:
+        raise ValueError(f"{name}: expected {what}a multiple of 8 up to {MAX_HEAD_DIM}, got {value}")
+
+
+def one_of(name: str, value: object, *words: str) -> None:
+    if not isinstance(value, str) or value not in words:
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, words))}, got {value!r:.80}")
+
+
+def kernels_for(name: str, given: Tensor) -> Sequence[torch.dtype]:
+    """The dtypes of the kernels for a tensor's device; refuses a device without any."""
+    if given.device.type not in DTYPES:
+        raise ValueError(f"{name}: no dmattn kernel for device {given.device}; supported are {', '.join(DTYPES)}")
+    return DTYPES[given.device.type]
+
+
 def per_sequence(
     name: str, value: object, like: Tensor, like_name: str = "query", dtypes: Sequence[torch.dtype] = (torch.int32,)
 ) -> Tensor:

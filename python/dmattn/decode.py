@@ -104,10 +104,7 @@ def decode_attention(
 
 def _sizes_of(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor | None) -> Sizes:
     """Checks query, both caches and the table; T is the sizes' query_length and Smax their key_length."""
-    dtypes = checks.DTYPES.get(query.device.type)
-    if dtypes is None:
-        raise ValueError(f"query: no dmattn kernel for device {query.device}; supported are {', '.join(checks.DTYPES)}")
-    checks.dtype("query", query, dtypes)
+    checks.dtype("query", query, checks.kernels_for("query", query))
     sizes = "[B, Hkv, Smax, {}]" if page_table is None else "[pages, page_size, Hkv, {}]"
     check_alike(
         ("query", query, "[B, H, T, D]"), ("key_cache", key, sizes.format("D")), ("value_cache", value, sizes.format("Dv"))
@@ -136,8 +133,7 @@ def _sizes_of(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor | No
     if (heads % kv_heads if kv_heads else heads) != 0:
         raise ValueError(f"key_cache: expected a number of heads that divides H={heads} of query, got Hkv={kv_heads}")
     for name, size in (("query", head_dim), ("value_cache", value_dim)):
-        if size % 8 != 0 or size > checks.MAX_HEAD_DIM or size <= 0:
-            raise ValueError(f"{name}: expected a last dimension that is a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {size}")
+        checks.head_size(name, size, "a last dimension that is ")
     if capacity > checks.MAX_LENGTH:
         raise ValueError(f"key_cache: expected room for up to {checks.MAX_LENGTH} keys, got {capacity}")
     return Sizes(batch, heads, kv_heads, queries, capacity, head_dim, query.dtype, query.device)

@@ -20,8 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dmattn import checks
 from dmattn._library import by_name
+from dmattn.call import Options, mask_tensors, with_mask
 from dmattn.composed import LISTS, Masks
 from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask, Mask
+from dmattn.sizes import Sizes
 from dmattn.stats import TILE, by_elements, queries_of_keys
 
 COUNTER = "torch.utils.flop_counter"
@@ -43,35 +45,19 @@ def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = Fals
     """
     checks.each(checks.length, Sq=Sq, Sk=Sk, batch=batch, heads=heads)
     checks.flag("is_causal", is_causal)
-    checks.instance(
-        "mask",
-        mask,
-        IntervalMask | BlockMask | IndexMask | CombinedMask | None,
-        "an IntervalMask, a BlockMask, an IndexMask, an intersection of such or None",
-    )
-    parts = mask._parts() if isinstance(mask, CombinedMask) else [] if mask is None else [mask]
-    masks, lists = Masks(None, None, None, None, None, None), LISTS
-    for part in parts:
-        if isinstance(part, IntervalMask):
-            if not part.serves(Sk):
-                raise ValueError(f"mask: expected an IntervalMask for Sk={Sk} keys, got one for {part.key_length}")
-            masks = masks._replace(start=part.start.expand(-1, -1, Sk), end=part.end.expand(-1, -1, Sk))
-        elif isinstance(part, BlockMask):
-            if not part.fits(Sq, Sk):
-                raise ValueError(f"mask: expected a BlockMask for Sq={Sq}, Sk={Sk}, got one for {part.lengths}")
-            masks = masks._replace(tiles=part.tiles, bits=part.bits)
-        else:
-            if not part.fits(Sq):
-                raise ValueError(f"mask: expected an IndexMask for Sq={Sq}, got one for {part.query_length}")
-            masks, lists = masks._replace(indices=part.indices), (part.block_size, part.local, part.sink_keys)
-            is_causal = is_causal or part.is_causal
-    tables = [t for t in (masks.start, masks.end, masks.tiles, masks.indices) if t is not None]
-    batch = max([batch, *(t.shape[0] for t in tables)])
-    heads = max([heads, *(t.shape[1] for t in tables)])
-    for t in tables:
-        if t.shape[0] not in (1, batch) or heads % max(1, t.shape[1]):
-            raise ValueError(f"mask: expected [B|1, H|Hkv|1, ..] with B={batch}, H={heads}, got {checks.shape_of(t)}")
-    return _pairs(masks, lists, is_causal, batch, heads, Sq, Sk)
+    expected = "an IntervalMask, a BlockMask, an IndexMask, an intersection of such or None"
+    checks.instance("mask", mask, IntervalMask | BlockMask | IndexMask | CombinedMask | None, expected)
+    if mask is None:
+        return _pairs(Masks(None, None, None, None, None, None), LISTS, is_causal, batch, heads, Sq, Sk)
+    parts = mask._parts() if isinstance(mask, CombinedMask) else [mask]
+    batch, heads = (max(size, *(part.shape[place] for part in parts)) for place, size in enumerate((batch, heads)))
+    fewer = min((part.shape[1] for part in parts if part.shape[1] != 1), default=1)  # Hkv
+    sizes = Sizes(batch, heads, fewer, Sq, Sk, 8, torch.float32, mask.device)
+    if heads % max(1, fewer):
+        raise ValueError(f"mask: expected [B|1, H|Hkv|1, ..] with {sizes}, got {mask!r}")
+    start, end, tiles, _, _, bits, indices, _ = mask_tensors(mask, sizes)
+    options = with_mask(Options(None, is_causal, 1.0, 0.0, 0.0, False), mask)
+    return _pairs(Masks(start, end, tiles, bits, indices, None), options.lists(), options.is_causal, batch, heads, Sq, Sk)
 
 
 def _pairs(masks: Masks, lists: tuple[int, int, int], is_causal: bool, batch: int, heads: int, Sq: int, Sk: int) -> int:

@@ -90,29 +90,24 @@ def index_loss(
     of_attention = sizes_of(query, key, key)
     _check_alike(sizes, of_attention)
     is_pooled = checked_block_score(block_score, block_size)
-    for name, flag in (("is_causal", is_causal), ("sharp", sharp)):
-        checks.flag(name, flag)
-    checks.length("local", local)
-    checks.length("sink_keys", sink_keys)
+    checks.each(checks.flag, is_causal=is_causal, sharp=sharp)
+    checks.each(checks.length, local=local, sink_keys=sink_keys)
     base = checked_base(base, sizes)
     if rows is not None and mask is not None:
         raise ValueError("rows, mask: expected at most one of them, got both")
     if mask is not None:
-        if not isinstance(mask, IndexMask):
-            raise TypeError(f"mask: expected an IndexMask, got {checks.type_of(mask)}")
+        checks.instance("mask", mask, IndexMask, "an IndexMask")
         if not mask.fits(sizes.query_length) or mask.block_size != block_size:
             expected = f"an IndexMask for Sq={sizes.query_length} in blocks of {block_size}"
             raise ValueError(f"mask: expected {expected}, got Sq={mask.query_length} in blocks of {mask.block_size}")
-        if mask.shape[0] not in (1, sizes.batch) or mask.shape[1] not in (1, sizes.groups):
-            raise ValueError(f"mask: expected [B|1, G|1, Sq, K] with B={sizes.batch}, G={sizes.groups}, got {list(mask.shape)}")
+        checks.shaped("mask", mask.indices, "[B|1, G|1, Sq, K]", B=sizes.batch, G=sizes.groups)
         is_causal, local, sink_keys = mask.is_causal, mask.local, mask.sink_keys
     if query_offset is not None:
         bounds.position("query_offset", query_offset, sizes.device)
-        if not checks.is_int(query_offset):
-            raise TypeError(f"query_offset: expected an int, got {checks.type_of(query_offset)}")
+        checks.instance("query_offset", query_offset, int | torch.SymInt, "an int")
     offset = sizes.key_length - sizes.query_length if query_offset is None else query_offset
     dtype = accumulate_dtype(sizes.dtype)
-    row = torch.arange(sizes.query_length, device=sizes.device) if rows is None else checked_rows(rows, sizes)
+    row = torch.arange(sizes.query_length, device=sizes.device) if rows is None else checked_rows(rows, index_query)
     choices = sizes.key_length // block_size if is_pooled else sizes.key_length
     if 0 in (row.shape[0], sizes.batch, choices, 1 if mask is None else mask.shape[3]):
         taught = (given for given in (index_query, index_key, weights, slope) if given is not None)

@@ -40,43 +40,23 @@ def index_sizes(index_query: Tensor, index_key: Tensor, weights: Tensor, slope: 
     Raises:
         TypeError, ValueError: names the first argument that does not fit.
     """
-    for name, given, dims, layout in (
-        ("index_query", index_query, 5, "[B, G, Sq, Hi, Di]"),
-        ("index_key", index_key, 4, "[B, G, Sk, Di]"),
-        ("weights", weights, 4, "[B, G, Sq, Hi]"),
-    ):
-        checks.tensor(name, given)
-        if given.dim() != dims:
-            raise ValueError(f"{name}: expected {dims} dimensions {layout}, got shape {checks.shape_of(given)}")
-        checks.same_device(name, given, index_query, "index_query")
-    device = index_query.device
-    if device.type not in checks.DTYPES:
-        raise ValueError(f"index_query: no dmattn kernel for device {device}; supported are {', '.join(checks.DTYPES)}")
-    checks.dtype("index_query", index_query, checks.DTYPES["cpu"])
+    floating, like = checks.DTYPES["cpu"], (index_query, "index_query")
+    batch, groups, queries, heads, head_dim = checks.shaped("index_query", index_query, "[B, G, Sq, Hi, Di]", floating).shape
+    checks.kernels_for("index_query", index_query)
+    checks.shaped("index_key", index_key, "[B, G, Sk, Di]", (), *like, B=batch, G=groups, Di=head_dim)
     if index_key.dtype != index_query.dtype:
         raise TypeError(f"index_key: expected dtype {index_query.dtype} like index_query, got {index_key.dtype}")
-    checks.dtype("weights", weights, checks.DTYPES["cpu"])
-    batch, groups, queries, heads, head_dim = index_query.shape
+    checks.shaped("weights", weights, "[B, G, Sq, Hi]", floating, *like, B=batch, G=groups, Sq=queries, Hi=heads)
     keys = index_key.shape[2]
-    if index_key.shape != (batch, groups, keys, head_dim):
-        raise ValueError(
-            f"index_key: expected [B, G, Sk, Di] with B={batch}, G={groups}, Di={head_dim}, got {checks.shape_of(index_key)}"
-        )
-    if weights.shape != index_query.shape[:4]:
-        raise ValueError(f"weights: expected [B, G, Sq, Hi] = {[*index_query.shape[:4]]}, got {checks.shape_of(weights)}")
-    if head_dim % 8 or head_dim > checks.MAX_HEAD_DIM or head_dim <= 0:
-        raise ValueError(f"index_query: expected Di, a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {head_dim}")
+    checks.head_size("index_query", head_dim, "Di, ")
     if heads <= 0 or heads > MAX_INDEX_HEADS:
         raise ValueError(f"index_query: expected 1 to {MAX_INDEX_HEADS} heads Hi, got {heads}")
     for name, length in (("index_query", queries), ("index_key", keys)):
         if length > checks.MAX_LENGTH:
             raise ValueError(f"{name}: expected lengths up to {checks.MAX_LENGTH}, got {length}")
     if slope is not None:
-        checks.dtype("slope", checks.tensor("slope", slope), checks.DTYPES["cpu"])
-        checks.same_device("slope", slope, index_query, "index_query")
-        if list(slope.shape) != [groups]:
-            raise ValueError(f"slope: expected [G] = {[groups]}, got {checks.shape_of(slope)}")
-    return IndexSizes(batch, groups, queries, keys, heads, head_dim, index_query.dtype, device)
+        checks.shaped("slope", slope, "[G]", floating, *like, G=groups)
+    return IndexSizes(batch, groups, queries, keys, heads, head_dim, index_query.dtype, index_query.device)
 
 
 def index_scale(scale: float | None, head_dim: int) -> float:
@@ -114,11 +94,10 @@ def index_scores(
         TypeError, ValueError: a wrong type, dtype, shape or device.
     """
     sizes = index_sizes(index_query, index_key, weights, slope)
-    if not isinstance(activation, str) or activation not in ("relu", "none"):
-        raise ValueError(f"activation: expected 'relu' or 'none', got {activation!r}")
+    checks.one_of("activation", activation, "relu", "none")
     row = torch.arange(sizes.query_length, device=sizes.device)
     if rows is not None:
-        row = checked_rows(rows, sizes)
+        row = checked_rows(rows, index_query)
         index_query, weights = index_query.index_select(2, row), weights.index_select(2, row)
     products = index_products(index_query, index_key, index_scale(scale, sizes.head_dim))
     active = products.relu() if activation == "relu" else products
@@ -136,14 +115,10 @@ def index_products(index_query: Tensor, index_key: Tensor, scale: float) -> Tens
         return (index_query.transpose(2, 3).to(dtype) @ index_key.to(dtype).transpose(2, 3)[:, :, None]) * scale
 
 
-def checked_rows(rows: Tensor, sizes: IndexSizes) -> Tensor:
-    checks.dtype("rows", checks.tensor("rows", rows), (torch.int64,))
-    if rows.dim() != 1:
-        raise ValueError(f"rows: expected [R], got shape {checks.shape_of(rows)}")
-    if rows.device != sizes.device:
-        raise ValueError(f"rows: expected device {sizes.device} like index_query, got {rows.device}")
-    if checks.values_are_known(rows) and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < sizes.query_length:
-        raise ValueError(f"rows: expected numbers from 0 to {sizes.query_length - 1}, got {rows[:8].tolist()}")
+def checked_rows(rows: Tensor, index_query: Tensor) -> Tensor:
+    checks.numbers_below(
+        "rows", checks.shaped("rows", rows, "[R]", (torch.int64,), index_query, "index_query"), index_query.shape[2]
+    )
     return rows
 
 
@@ -163,8 +138,7 @@ def whole_blocks(base: IntervalMask, block_size: int, keys: int) -> IntervalMask
 def checked_block_score(block_score: object, block_size: int) -> bool:
     """Whether blocks are scored by their mean key."""
     check_block_size(block_size)
-    if not isinstance(block_score, str) or block_score not in ("max", "mean_key"):
-        raise ValueError(f"block_score: expected 'max' or 'mean_key', got {block_score!r}")
+    checks.one_of("block_score", block_score, "max", "mean_key")
     return block_score == "mean_key" and block_size > 1
 
 
@@ -172,17 +146,13 @@ def checked_base(base: IntervalMask | None, sizes: IndexSizes) -> IntervalMask |
     """base with a start and an end for each key."""
     if base is None:
         return None
-    if not isinstance(base, IntervalMask):
-        raise TypeError(f"base: expected an IntervalMask, got {checks.type_of(base)}")
+    checks.instance("base", base, IntervalMask, "an IntervalMask")
     if not base.serves(sizes.key_length):
         raise ValueError(f"base: expected a mask for {sizes.key_length} keys, got one for {base.key_length}")
     for bound in (base.start, base.end):
         if bound.device != sizes.device:
             raise ValueError(f"base: expected device {sizes.device} like index_query, got {bound.device}")
-        if bound.shape[0] not in (1, sizes.batch) or bound.shape[1] not in (1, sizes.groups):
-            raise ValueError(
-                f"base: expected [B|1, G|1, Sk] with B={sizes.batch}, G={sizes.groups}, got {checks.shape_of(bound)}"
-            )
+        checks.shaped("base", bound, "[B|1, G|1, Sk]", B=sizes.batch, G=sizes.groups)
     return IntervalMask(base.start.expand(-1, -1, sizes.key_length), base.end.expand(-1, -1, sizes.key_length))
 
 
@@ -258,10 +228,8 @@ def index_top_k(
     checks.dtype("index_query", index_query, checks.DTYPES[sizes.device.type])  # those of the kernels
     checks.natural_int("k", k)
     is_pooled = checked_block_score(block_score, block_size)
-    for name, flag in (("is_causal", is_causal), ("return_scores", return_scores)):
-        checks.flag(name, flag)
-    checks.length("local", local)
-    checks.length("sink_keys", sink_keys)
+    checks.each(checks.flag, is_causal=is_causal, return_scores=return_scores)
+    checks.each(checks.length, local=local, sink_keys=sink_keys)
     base = checked_base(base, sizes)
     dtype = accumulate_dtype(sizes.dtype)
     given_offset = None if query_offset is None else _per_sequence(query_offset, sizes)
@@ -281,23 +249,16 @@ def index_top_k(
 
 def _per_sequence(query_offset: int | Tensor, sizes: IndexSizes) -> Tensor:
     """int32 [B]."""
-    offset: Any = bounds.position("query_offset", query_offset, sizes.device)
+    offset: Any = bounds.position("query_offset", query_offset, sizes.device, sizes.batch)
     if isinstance(offset, Tensor):
-        flat = offset.reshape(-1)
-        if flat.shape[0] not in (1, sizes.batch):
-            raise ValueError(f"query_offset: expected an int or a tensor [] or [B] with B={sizes.batch}, got {[flat.shape[0]]}")
-        return flat.to(sizes.device, torch.int32).expand(sizes.batch)
+        return offset.reshape(-1).to(sizes.device, torch.int32).expand(sizes.batch)
     return torch.full((sizes.batch,), offset, dtype=torch.int32, device=sizes.device)
 
 
 def _gathered_pages(index_key: Tensor, page_table: Tensor, lengths: Tensor | None) -> Tensor:
     """Pages [pages, page_size, G, Di] as [B, G, max_pages * page_size, Di]."""
-    if checks.tensor("index_key", index_key).dim() != 4:
-        raise ValueError(f"index_key: expected [pages, page_size, G, Di], got shape {checks.shape_of(index_key)}")
-    checks.dtype("page_table", checks.tensor("page_table", page_table), (torch.int32,))
-    checks.same_device("page_table", page_table, index_key, "index_key")
-    if page_table.dim() != 2:
-        raise ValueError(f"page_table: expected [B, max_pages], got shape {checks.shape_of(page_table)}")
+    checks.shaped("index_key", index_key, "[pages, page_size, G, Di]")
+    checks.shaped("page_table", page_table, "[B, max_pages]", (torch.int32,), index_key, "index_key")
     if lengths is None:
         raise ValueError("lengths: expected int32 [B] with page_table, got None")
     if index_key.shape[0] == 0:

@@ -14,25 +14,14 @@ import torch
 from dmattn import autograd, ops
 from dmattn.call import NO_MASK
 from dmattn.composed import LISTS
+from dmattn.fake import OPS
 from dmattn.stats import count
 
 Call = Callable[..., Any]
 VARIABLES = ("DMATTN_LOG", "DMATTN_NVTX")
 ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # The functions of ops.py, and the op that each calls.
-SAME = (
-    "select",
-    "forward",
-    "index_top_k",
-    "list_keys",
-    "decode",
-    "cache_update",
-    "cache_step",
-    "cache_join",
-    "cache_extend",
-    "cache_rewind",
-)
-MARKED = {name: name for name in SAME} | {"decode_if_plain": "decode"}
+MARKED = {name: name for name in OPS if hasattr(ops, name)} | {"decode_if_plain": "decode"}
 
 
 def is_on(name: str, environment: Mapping[str, str]) -> bool:

@@ -53,6 +53,14 @@ def alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return beside(second, first), beside(first, second)
 
 
+def own_part(parameter: Tensor, like: Tensor) -> Tensor:
+    """The rows of a layer's parameter that this rank holds: of a DTensor its local tensor, differentiable, unless ``like``, what it is computed
+    with, is a DTensor, too; any other tensor whole."""
+    to_local: Any = None if is_sharded(like) else getattr(parameter, "to_local", None)
+    part: Tensor = parameter if to_local is None else to_local()
+    return part
+
+
 # The ops ------------------------------------------------------------------------------------------------------------------------------
 
 

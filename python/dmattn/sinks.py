@@ -28,9 +28,7 @@ def lse_with_sink(lse: Tensor, sinks: Tensor) -> Tensor:
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape or device.
     """
-    checks.tensor("lse", lse, (torch.float64, torch.float32))
-    if lse.dim() != 3:
-        raise ValueError(f"lse: expected 3 dimensions [B, H, Sq], got shape {checks.shape_of(lse)}")
+    checks.shaped("lse", lse, "[B, H, Sq]", (torch.float64, torch.float32))
     column = beside(lse, sinks_of_heads(sinks, lse.shape[1], lse.device, lse.dtype))[:, None]
     absent = column == -torch.inf  # or the derivative of -inf beside -inf would be NaN
     return torch.where(absent, lse, torch.logaddexp(lse, torch.where(absent, 0.0, column)))
@@ -51,9 +49,7 @@ def share_of_keys(lse: Tensor, column: Tensor) -> Tensor:
 
 def sinks_of_heads(sinks: object, heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Checks that sinks has a logit for each of so many heads, and returns it in the dtype things are summed in."""
-    given = checks.tensor("sinks", sinks, checks.DTYPES["cpu"])
-    if given.dim() != 1 or given.shape[0] != heads:
-        raise ValueError(f"sinks: expected [H] with H={heads}, got shape {checks.shape_of(given)}")
+    given = checks.shaped("sinks", sinks, "[H]", checks.DTYPES["cpu"], H=heads)
     if given.device != device:
         raise ValueError(f"sinks: expected device {device} like query, got {given.device}")
     return given.to(dtype)

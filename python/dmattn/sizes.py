@@ -55,9 +55,7 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor, *, longest: int | None =
     ):
         checks.tensor("query", query), checks.tensor("key", key), checks.tensor("value", value)
     device, dtype = query.device, query.dtype
-    dtypes = checks.DTYPES.get(device.type)
-    if dtypes is None:
-        raise ValueError(f"query: no dmattn kernel for device {device}; supported are {', '.join(checks.DTYPES)}")
+    dtypes = checks.DTYPES.get(device.type) or checks.kernels_for("query", query)
     if dtype not in dtypes:
         checks.dtype("query", query, dtypes)
     query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
@@ -75,11 +73,10 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor, *, longest: int | None =
         )
     if (heads % kv_heads if kv_heads else heads) != 0:
         raise ValueError(f"key: expected a number of heads that divides H={heads} of query, got Hkv={kv_heads}")
-    most, longest = checks.MAX_HEAD_DIM, checks.MAX_LENGTH if longest is None else longest
-    if head_dim % 8 != 0 or head_dim > most or head_dim <= 0:
-        raise ValueError(f"query: expected a last dimension that is a multiple of 8 up to {most}, got {head_dim}")
-    if value_dim % 8 != 0 or value_dim > most or value_dim <= 0:
-        raise ValueError(f"value: expected a last dimension that is a multiple of 8 up to {most}, got {value_dim}")
+    for name, size in (("query", head_dim), ("value", value_dim)):
+        if size % 8 or not 0 < size <= checks.MAX_HEAD_DIM:
+            checks.head_size(name, size, "a last dimension that is ")
+    longest = checks.MAX_LENGTH if longest is None else longest
     if query_length > longest or key_length > longest:
         raise ValueError(f"query, key: expected lengths up to {longest}, got Sq={query_length}, Sk={key_length}")
     return Sizes(batch, heads, kv_heads, query_length, key_length, head_dim, dtype, device)

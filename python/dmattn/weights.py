@@ -96,11 +96,7 @@ def attention_weights(
     if lse is None:
         chosen = own
     else:
-        checks.tensor("lse", lse, (dtype,))
-        if lse.shape != query.shape[:3] or lse.device != query.device:
-            raise ValueError(
-                f"lse: expected [B, H, Sq] = {list(query.shape[:3])} on {query.device}, got {checks.shape_of(lse)} on {lse.device}"
-            )
+        checks.shaped("lse", lse, "[B, H, Sq]", (dtype,), query, B=sizes.batch, H=sizes.heads, Sq=sizes.query_length)
         chosen = lse[:, head][:, :, row]
     weights = torch.exp(logits - torch.where(own == -torch.inf, 0.0, own.detach())[..., None])
     total = torch.where(own == -torch.inf, 1.0, weights.sum(-1))
@@ -128,6 +124,5 @@ def _numbers(name: str, given: object, size: int, device: torch.device) -> Tenso
         if not all(-checks.MAX_INT <= n <= checks.MAX_INT for n in listed):
             raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {given}")
         chosen = torch.tensor(listed, dtype=torch.int64)
-    if checks.values_are_known(chosen) and bool(((chosen < 0) | (chosen >= size)).any()):
-        raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {chosen.tolist()[:8]}")
+    checks.numbers_below(name, chosen, size)
     return chosen.to(device)

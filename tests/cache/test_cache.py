@@ -487,7 +487,7 @@ def test_reorder(device, exact):
     cache.reorder(torch.tensor([2, 2, 0], device=device))
     for b, source in enumerate((2, 2, 0)):
         assert_same_state(together_row(cache, b), together_row(before, source))
-    with pytest.raises(ValueError, match="index: expected numbers of sequences from 0 to 2, got"):
+    with pytest.raises(ValueError, match="index: expected numbers from 0 to 2, got"):
         before.cpu().reorder(torch.tensor([0, 1, 3]))
 
 

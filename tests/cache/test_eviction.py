@@ -224,7 +224,7 @@ def test_any_decisions_are_a_mask():
     for at, keys, error, words in (
         (4, torch.tensor([[[7]]]), ValueError, "dropped: expected positions below S=3, got 7"),
         (4, torch.tensor([[[3]]]), ValueError, "dropped: expected positions below S=3, got 3"),
-        (4, torch.tensor([1]), ValueError, r"dropped: expected positions \[1, 1, any number\], got \[1\]"),
+        (4, torch.tensor([1]), ValueError, r"dropped: expected 3 dimensions \[B, Hkv, any number\], got shape \[1\]"),
         (4, torch.tensor([[[1.0]]]), TypeError, "dropped: expected dtype int32, int64"),
         (1 << 40, torch.tensor([[[1]]]), ValueError, "position: expected 0 <= position"),
     ):
@@ -297,12 +297,12 @@ def test_lse_comes_if_asked():
         (lambda: cache_for(eviction.TOVA(4), *tokens()[:3], slots=3), ValueError, "slots: expected at least the 5 that the policy needs"),
         (lambda: eviction.EvictionCache(eviction.TOVA(4), 1, 4, 3, 8), ValueError, "num_heads: expected a multiple of num_kv_heads=3"),
         (lambda: eviction.lifetimes(eviction.TOVA(4, every=0), *tokens()), ValueError, "policy: expected one that decides every so many"),
-        (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens()[1::-1], tokens()[2]), ValueError, r"query: expected \[B, H, T, D\] for a key"),
+        (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens()[1::-1], tokens()[2]), ValueError, r"value: expected \[B, Hkv, T, Dv\] with"),
         (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens()[:2], tokens(5)[2]), ValueError, r"value: expected \[B, Hkv, T, Dv\]"),
         (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens()[:3], tokens(5)[3]), ValueError, r"scores: expected \[B, Hkv, T\]"),
         (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens()[:3], tokens()[3].to("meta")), ValueError, "scores: expected device cpu"),
         (lambda: eviction.lifetimes("tova", *tokens()), TypeError, "policy: expected a dmattn.eviction.Policy, got str"),
-        (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens(Hkv=1)[:1], *tokens(Hkv=0)[1:]), ValueError, "key: expected at least one head"),
+        (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens(Hkv=1)[:1], *tokens(Hkv=0)[1:]), ValueError, "with a multiple H of Hkv=0"),
         (lambda: cache_for(eviction.TOVA(4), *tokens()[:3], slots="9"), TypeError, "slots: expected a positive int, got str"),
         (lambda: cache_for(SCORED, *tokens()[:3]).attend(*tokens(0)), ValueError, "query: expected at least one token, got T=0"),
         (lambda: cache_for(SCORED, *tokens()[:3]).attend(*tokens(H=3)), ValueError, "query: expected H=6 heads like the cache, got 3"),

@@ -256,9 +256,9 @@ def one(**changes):
     [
         ({"names": ["b"]}, ValueError, "name: expected a sequence that has joined, got 'b'"),
         ({"names": ["a", "a"]}, ValueError, "names: expected B=1 different sequences"),
-        ({"query": torch.zeros(1, 6, 5, D)}, ValueError, "query: expected H=4 heads on Hkv=2, got 6 on 2"),
-        ({"value": torch.zeros(1, 2, 5, D)}, ValueError, "value: expected torch.float32 of size 16 like the pool, got"),
-        ({"key": torch.zeros(1, 2, 4, D)}, ValueError, r"query: expected \[B, H, T, D\] for a key"),
+        ({"query": torch.zeros(1, 6, 5, D)}, ValueError, r"query: expected \[B, H, T, D\] with H=4"),
+        ({"value": torch.zeros(1, 2, 5, D)}, ValueError, r"value: expected \[B, Hkv, T, Dv\] with Hkv=2, Dv=16, got"),
+        ({"key": torch.zeros(1, 2, 4, D)}, ValueError, r"query: expected \[B, H, T, D\] with B=1, T=4"),
         ({"query": torch.zeros(1, 4, 5, D, requires_grad=True)}, RuntimeError, "PagedCache.attend has no gradient"),
     ],
 )  # fmt: skip

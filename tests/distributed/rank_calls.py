@@ -11,7 +11,7 @@ import dmattn
 import torch
 import torch.distributed as dist
 from dmattn import IntervalMask, checks
-from dmattn.distributed import Traffic, agreement, context_parallel_attention, record_traffic
+from dmattn.distributed import Traffic, context_parallel_attention, record_traffic
 from dmattn.testing.strategies import random_tensor
 from dmattn_bench.two_ways import assert_same_by_another_way, assert_same_in_another_order, assert_same_sums_by_another_way
 from rank_sharding import device_of
@@ -76,12 +76,6 @@ def calls_around_a_change(group: dist.ProcessGroup, arguments: dict[str, Any], l
     first = call(group, arguments)
     arguments["mask"].end.add_(later)
     return [first, call(group, arguments)]
-
-
-def call_without_its_answer(group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
-    """A call that fails when all that it exchanges is under way."""
-    with mock.patch.object(agreement.Handshake, "finish", side_effect=MemoryError), contextlib.suppress(MemoryError):
-        call(group, arguments)
 
 
 def call_whose_attention_fails(group: dist.ProcessGroup, arguments: dict[str, Any]) -> str:

@@ -10,13 +10,12 @@ import re
 import sys
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
-from unittest import mock
 
 import dmattn
 import pytest
 import torch
 from dmattn import IntervalMask
-from dmattn.distributed import agreement, context_parallel_attention
+from dmattn.distributed import context_parallel_attention
 from dmattn.distributed.needs import checksum_of
 from dmattn.testing import AttentionCase, strategies, tolerance, top_k_visible
 from dmattn_bench import two_ways
@@ -486,103 +485,17 @@ def test_what_ranks_remember_of_each_other_hides_no_difference(ranks, world):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("after", [(), (7, 4)])
-def test_a_rank_that_failed_before_it_had_the_answer(ranks, failing, after):
-    """Its message has gone ahead, as the other one's has. Neither takes the other's next call, if it differs, for the one it expects."""
-    given = {window: ({**arguments(), "window": window},) for window in (4, 7)}
-    expected = {window: ranks.run("rank_calls:call", [given[window]] * 2) for window in (4, 7)}
-
-    def check(*windows):
-        for window in windows:
-            for out, wanted in zip(ranks.run("rank_calls:call", [given[window]] * 2), expected[window], strict=True):
-                assert torch.equal(out, wanted)
-
-    for windows in ((4, 7), (7, 4)):
-        check(4, 4)
-        for rank in range(2):
-            ranks.ask(rank, f"rank_calls:{'call_without_its_answer' if rank == failing else 'call'}", 2, given[4])
-        assert [ranks.answer(rank)[1] for rank in range(2)] == [None, None]
-        check(*after)
-        every_rank_says(ranks, [given[window][0] for window in windows], "ValueError: window: expected the same on every rank")
-        check(4, 4, 7, 4, 7, 7)
-
-
-@pytest.mark.parametrize("length", [8, 6])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_whose_attention_fails_takes_part_in_the_exchange(ranks, failing, length):
-    """It was called as expected. The other one was not where its chunk has another length, so both exchange again."""
+def test_a_rank_whose_attention_fails_has_taken_part_in_the_exchange(ranks, failing):
     same = [(arguments(),)] * 2
     first = ranks.run("rank_calls:call", same)
-    ranks.run("rank_calls:call", same)  # which both expect
-    tensors = ("query", "key", "value", "scores")
-    other = {name: x[:, :, :length] if name in tensors else x for name, x in arguments().items()}
     ranks.ask(failing, "rank_calls:call_whose_attention_fails", 2, same[0])
-    ranks.ask(1 - failing, "rank_calls:call", 2, (other,))
+    ranks.ask(1 - failing, "rank_calls:call", 2, same[0])
     (error, _), (out, refusal) = ranks.answer(failing), ranks.answer(1 - failing)
     assert error == "MemoryError"
     assert refusal is None
-    assert out.shape[2] == length
+    assert torch.equal(out, first[1 - failing])
     for out, again in zip(first, ranks.run("rank_calls:call", same), strict=True):
         assert torch.equal(out, again)
-
-
-def test_a_group_expects_its_last_call_again(alone):
-    group = torch.distributed.group.WORLD
-
-    def asked(length):
-        """Whether a call was expected."""
-        call_signature = [0, length, *(0 for _ in agreement.FIELDS[2:])]
-        expected = agreement.expected_lengths(group, call_signature)
-        assert agreement.agree(group, call_signature) == [length]
-        assert expected in (None, [length])
-        return expected is not None
-
-    assert [asked(length) for length in (1, 1, 2, 1, 1, 1)] == [False, True, False, False, True, True]
-    agreement.fail(group)
-    assert asked(1)
-
-
-def test_the_end_of_a_message_lies_on_the_device_where_it_began(alone, monkeypatch):
-    """A group may have calls on two kinds of devices, each with a backend of its own. Here tensors without data stand for those of a GPU."""
-    monkeypatch.setattr(agreement, "DEVICE_TYPES", ("cpu", "meta"))
-    group, ended = torch.distributed.group.WORLD, []
-    monkeypatch.setattr(agreement, "begin_message", lambda packed, *_: ended.append(packed.device.type) or mock.Mock())
-
-    def answered(device, other_device, other_ahead):
-        """Of two ranks this one is called with a device, and the other one with another."""
-        call_signature, theirs = (
-            [0, 4, *(int(name == "device type" and on == "meta") for name in agreement.FIELDS[2:])]
-            for on in (device, other_device)
-        )
-
-        def gathered(everyone, sent, group):
-            everyone.copy_(torch.cat([sent, torch.tensor([*theirs, other_ahead])]))
-            return mock.Mock()
-
-        monkeypatch.setattr(agreement, "all_gather_flat", gathered)
-        agreement.agree(group, call_signature, torch.device(device))
-
-    with mock.patch.object(torch.distributed, "get_world_size", return_value=2):
-        answered("meta", "meta", 0)
-        answered("cpu", "cpu", 0)
-        assert ended == []
-        # The other one goes ahead with the call on a GPU that came first, and this one, whose last call was on the host, does not.
-        for device in ("cpu", "meta"):
-            with pytest.raises(ValueError, match="device type") if device == "cpu" else contextlib.nullcontext():
-                answered(device, "meta", 32)
-            assert ended.pop() == "meta"
-        answered("cpu", "cpu", 32)
-        assert ended == ["cpu"]
-
-
-def test_handshakes_go_first_where_messages_take_the_same_way(alone):
-    """Over gloo alone, which takes tensors of GPUs, too, ranks that differ would else exchange a message for a handshake."""
-    new_group, fake = torch.distributed.new_group, pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    assert fake  # its import makes a backend known
-    for backend, same in (("gloo", True), ("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:fake", False)):
-        group = new_group([0], backend=backend)
-        assert agreement.in_one_order(group, torch.device("cpu"))
-        assert agreement.in_one_order(group, torch.device("cuda")) == same
 
 
 def test_a_rank_that_refuses_its_arguments_tells_the_others(ranks):

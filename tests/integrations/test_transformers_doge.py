@@ -153,7 +153,10 @@ def test_saved_loaded_copied(eager, ours, tmp_path):
 def test_what_cannot_be_honoured_is_refused(eager, ours):
     with pytest.raises(TypeError, match="bounded_cache: expected a bool, got int"):
         enable_dynamic_mask_attention(copy.deepcopy(eager), bounded_cache=1)
-    with pytest.raises(ValueError, match=r"model: expected config.sliding_window=None, got 8: selection with a sliding window"):
+    with pytest.raises(
+        ValueError,
+        match=r"model: expected layers that do not slide, got config.sliding_window=8: a selection with a sliding window",
+    ):
         enable_dynamic_mask_attention(doge(sliding_window=8))
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     with pytest.raises(ValueError, match="model: expected layers of type DogeAttention, got none in LlamaModel"):

@@ -140,7 +140,7 @@ def test_selection_is_brute_force(device, data):
 def test_selection_some_queries_at_a_time(monkeypatch):
     scores, offset = tensor((2, 2, 37, 50), 1), torch.tensor([13, 4])
     expected = IndexMask.top_k(scores, 5, local=3, sink_keys=1, query_offset=offset).indices
-    monkeypatch.setattr(dmattn.masks.index, "PAIRS_AT_ONCE", 1000)
+    monkeypatch.setattr(dmattn.masks.detect, "PAIRS_AT_ONCE", 1000)
     assert torch.equal(IndexMask.top_k(scores, 5, local=3, sink_keys=1, query_offset=offset).indices, expected)
     for b in range(2):
         alone = IndexMask.top_k(scores[b : b + 1], 5, local=3, sink_keys=1, query_offset=int(offset[b])).indices
@@ -355,7 +355,7 @@ REFUSED = {
     "another device": (lambda: dmattn.attention(Q, K, K, MASK.to("meta")), ValueError, "mask: expected device cpu like query, got meta"),
     "entries beyond the keys": (lambda: dmattn.attention(Q, K, K, IndexMask(torch.tensor([[6]]).expand(6, 1), 2)), ValueError, "mask: expected entries below 6 for Sk=12 keys in blocks of 2, got 6"),
     "to_bool of others": (lambda: MASK.to_bool(5, 12), ValueError, "Sq: expected the mask's own number of queries 6, got 5"),
-    "pairs of others": (lambda: dmattn.visible_pairs(MASK, 5, 12), ValueError, "mask: expected an IndexMask for Sq=5, got one for 6"),
+    "pairs of others": (lambda: dmattn.visible_pairs(MASK, 5, 12), ValueError, "mask: expected an IndexMask for Sq=5, got one for Sq=6"),
     "windows that differ": (lambda: MASK & IndexMask(MASK.indices, local=3), ValueError, "other: expected an index mask with local=0 and sink_keys=0"),
     "queries that differ": (lambda: MASK & IndexMask(lists(5, 3)), ValueError, "other: expected index masks for Sq=6 queries, got one for 5"),
     "blocks of other queries": (lambda: MASK & BlockMask.from_bool(torch.ones(5, 12, dtype=torch.bool)), ValueError, "index: expected an IndexMask for Sq=5 queries like the block mask, got one for 6"),

@@ -424,7 +424,7 @@ def test_calls_that_cannot_be():
         ({"index_mask": lists, "with_index_loss": True}, "with_index_loss: expected its default with index_mask"),
         ({"lengths": torch.tensor([20, 20])}, "lengths: expected None without a cache"),
         ({"cache": layer.new_cache(3, 20)}, "hidden_states: expected .* with B=3"),
-        ({"index_mask": dmattn.IndexMask(lists.indices[:, :, :10])}, "index_mask: expected lists"),
+        ({"index_mask": dmattn.IndexMask(lists.indices[:, :, :10])}, r"index_mask: expected \[B\|1, heads\|1, S, K\] with B="),
     ):
         with pytest.raises(ValueError, match=words), torch.no_grad():
             layer(hidden, **options)
@@ -440,7 +440,7 @@ def test_calls_that_cannot_be():
             r"cache: expected one with local_heads, local and sink_keys = \(2, 3, 0\) like the layer, got \(2, 5, 0\)",
         ),
         ({"local_heads": 0}, r"cache: expected one with .* got \(0, 0, 0\)"),
-        ({"index_dim": 16}, r"index: expected keys \[B, G, T, Di\] = \[2, 2, 20, 16\]"),
+        ({"index_dim": 16}, r"index.key: expected \[B, G, T, Di\] with B=2, G=2, T=20, Di=16"),
     ):
         with pytest.raises(ValueError, match=words), torch.no_grad():
             layer(hidden, cache=IndexedCache(2, 4, 20, 8, **own | sizes))
@@ -457,7 +457,7 @@ def test_tensors_that_a_cache_cannot_take():
         ((query[:, :3], rows, rows, index), r"query: expected \[B, H, T, D\]"),
         ((query, rows[:, :, :2], rows, index), r"key: expected \[B, Hkv, T, D\]"),
         ((query, rows, rows[..., :4], index), r"value: expected \[B, Hkv, T, D\]"),
-        ((query, rows, rows, longer), r"index: expected keys \[B, G, T, Di\]"),
+        ((query, rows, rows, longer), r"index.key: expected \[B, G, T, Di\]"),
     ):
         with pytest.raises(ValueError, match=words):
             layer.new_cache(2, 20).attend(*given, layer.indexer)

@@ -5,6 +5,8 @@ The same names, arguments and layouts; docs/other_libraries.md says what differs
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -77,8 +79,11 @@ def block_sparse_attn_func(
     if exact_streaming and not is_causal:
         raise ValueError("exact_streaming: expected False without is_causal, got True")
     heads, batch = q.shape[1], ends_q.shape[0] - 1
-    kinds = _integers("head_mask_type", head_mask_type, [heads], "[H]", q)
-    info = None if streaming_info is None else _integers("streaming_info", streaming_info, [2 * heads], "[2 * H]", q)
+    integers: tuple[Any, ...] = ((torch.int32, torch.int64), q, "q")
+    kinds = checks.shaped("head_mask_type", head_mask_type, "[H]", *integers, H=heads).int()
+    info = streaming_info
+    if info is not None:
+        info = checks.shaped("streaming_info", info, "[2 * H]", *integers, **{"2 * H": 2 * heads}).int()
     if info is None and checks.values_are_known(kinds) and bool((kinds < 0).any()):
         raise ValueError("streaming_info: expected [2 * H] for streaming heads, got None")
     dropout_p = layouts.of_dropout("p_dropout", p_dropout)
@@ -188,13 +193,11 @@ def _tables(given: object, kinds: Tensor, sizes: list[int], like: Tensor) -> Ten
         if checks.values_are_known(kinds) and bool((kinds > 0).any()):
             raise ValueError("base_blockmask: expected a table for each head with head_mask_type > 0, got None")
         return None
-    table = checks.tensor("base_blockmask", given, (torch.bool, torch.uint8, torch.int32, torch.int64), like, "q")
-    batch, rows, columns = sizes
-    if table.dim() != 4 or [table.shape[0], *table.shape[2:]] != sizes:
-        raise ValueError(
-            f"base_blockmask: expected [B, tables, ceil(max_seqlen_q_ / 128), ceil(max_seqlen_k_ / 128)] = "
-            f"{[batch, 'tables', rows, columns]}, got {checks.shape_of(table)}"
-        )
+    dtypes, named = (
+        (torch.bool, torch.uint8, torch.int32, torch.int64),
+        dict(zip(("B", "blocks_q", "blocks_k"), sizes, strict=True)),
+    )
+    table = checks.shaped("base_blockmask", given, "[B, tables, blocks_q, blocks_k]", dtypes, like, "q", **named)
     number = torch.where(kinds == 1, (kinds == 1).cumsum(0), kinds)
     if checks.values_are_known(number) and number.numel() and int(number.max()) > table.shape[1]:
         raise ValueError(f"base_blockmask: expected at least {int(number.max())} tables for head_mask_type, got {table.shape[1]}")
@@ -213,13 +216,6 @@ def _rows(ends: Tensor, length: int, tokens: int) -> Tensor:
 def _taken(given: Tensor, rows: Tensor) -> Tensor:
     """given[rows], and zeros where there are no rows at all."""
     return (F.pad(given, (0, 0) * (given.dim() - 1) + (0, 1)) if given.shape[0] == 0 else given)[rows]
-
-
-def _integers(name: str, given: object, shape: list[int], layout: str, like: Tensor) -> Tensor:
-    numbers = checks.tensor(name, given, (torch.int32, torch.int64), like, "q")
-    if list(numbers.shape) != shape:
-        raise ValueError(f"{name}: expected {layout} = {shape}, got {checks.shape_of(numbers)}")
-    return numbers.int()
 
 
 __all__ = ["block_sparse_attn_func", "block_streaming_attn_func", "token_streaming_attn_func"]

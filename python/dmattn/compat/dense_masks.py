@@ -131,14 +131,8 @@ def create_mask(
         TypeError, ValueError: names the argument, what was expected and what it got.
     """
     checks.each(checks.natural_int, batch_size=batch_size, query_len=query_len, key_len=key_len)
-    shape = checks.tensor("attention_bias", attention_bias).shape
-    fits = len(shape) == 4 and shape[0] in (1, batch_size) and shape[2] in (1, query_len) and shape[3] == key_len
-    if not fits:
-        raise ValueError(
-            f"attention_bias: expected {LAYOUT} with B={batch_size}, Sq={query_len}, Sk={key_len}, got {list(shape)}"
-        )
-    if not isinstance(type, str) or type not in ("topk", "relu"):
-        raise ValueError(f'type: expected "topk" or "relu", got {type!r:.80}')
+    checks.shaped("attention_bias", attention_bias, LAYOUT, B=batch_size, Sq=query_len, Sk=key_len)
+    checks.one_of("type", type, "topk", "relu")
     if attention_mask is not None and checks.tensor("attention_mask", attention_mask).dim() == 2:
         attention_mask = of_padding(attention_mask, batch_size, query_len, key_len)[:, None, None]
     if type == "relu":
@@ -181,11 +175,8 @@ def packed_bias(
     for name, given in (("attn_mask", mask), ("attn_bias", bias)):
         if given is None:
             continue
-        checks.same_device(name, checks.tensor(name, given), query)
-        heads = (1, query.shape[1], key.shape[1])
-        if given.dim() != 3 or given.shape[0] != query.shape[0] or given.shape[1] not in heads or given.shape[2] != longest:
-            sizes = f"Tq={query.shape[0]}, H={heads[1]}, Hkv={heads[2]}, max_seqlen_k={longest}"
-            raise ValueError(f"{name}: expected [Tq, H|Hkv|1, max_seqlen_k] with {sizes}, got {checks.shape_of(given)}")
+        sizes = {"Tq": query.shape[0], "H": query.shape[1], "Hkv": key.shape[1], "max_seqlen_k": longest}
+        checks.shaped(name, given, "[Tq, H|Hkv|1, max_seqlen_k]", (), query, **sizes)
     layouts.check_longest("max_seqlen_k", ends_k, longest)
     if bias is None:
         bias = query.new_zeros((1, 1, 1))

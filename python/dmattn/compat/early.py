@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dmattn import checks
 from dmattn.attention import attention, dynamic_mask_attention, scores_of
+from dmattn.compat import layouts
 from dmattn.compat.dense_masks import keep_of
 from dmattn.masks import IntervalMask
 from dmattn.masks.heads import repeat_heads, with_rank
@@ -46,8 +47,7 @@ def flash_dynamic_mask_attention(
         TypeError, ValueError: as :func:`dmattn.attention`.
     """
     checks.flag("causal", causal)
-    for name, given in (("q", q), ("k", k), ("v", v)):
-        checks.tensor(name, given)
+    checks.each(checks.tensor, q=q, k=k, v=v)
     if attn_mask is not None and checks.tensor("attn_mask", attn_mask).dtype != torch.bool:
         sizes = sizes_of(q, k, v)
         attn_mask = keep_of("attn_mask", attn_mask, q, sizes.batch * sizes.heads * sizes.query_length * sizes.key_length)
@@ -60,17 +60,10 @@ def flash_dynamic_mask_attention(
 
 def _as_bias(keep: Tensor, bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
     """The bias, -inf where the mask hides: [B|1, H|Hkv|1, Sq|1, Sk|1]."""
-    bias = query.new_zeros(()) if bias is None else checks.tensor("bias", bias)
-    checks.dtype("bias", bias, checks.DTYPES["cpu"])
-    batch, heads, queries, _ = query.shape
-    allowed = ((1, batch), (1, heads, key.shape[1]), (1, queries), (1, key.shape[2]))
-    for name, given in (("attn_mask", keep), ("bias", bias)):
-        checks.same_device(name, given, query, "q")
-        sizes = zip(reversed(given.shape), reversed(allowed), strict=False)
-        if given.dim() > 4 or not all(size in those for size, those in sizes):
-            sizes_of_call = f"B={batch}, H={heads}, Hkv={key.shape[1]}, Sq={queries}, Sk={key.shape[2]}"
-            raise ValueError(f"{name}: expected [B|1, H|Hkv|1, Sq|1, Sk|1] with {sizes_of_call}, got {checks.shape_of(given)}")
-    keep, bias = (with_rank(x, 4) for x in (keep, bias))
+    bias = query.new_zeros(()) if bias is None else checks.tensor("bias", bias, checks.DTYPES["cpu"])
+    keep, bias = with_rank(keep, 4), with_rank(bias, 4)
+    layouts.check_pairs("attn_mask", keep, query, key, "q")
+    layouts.check_pairs("bias", bias, query, key, "q")
     more = max(keep.shape[1], bias.shape[1])
     return torch.where(repeat_heads(keep, more), repeat_heads(bias, more), -torch.inf)
 
@@ -113,8 +106,7 @@ def flash_dma_attention(
     if softmax_scale is not None:
         checks.scale(softmax_scale, "softmax_scale")
     for name, given in (("query", query), ("key", key), ("value", value)):
-        if checks.tensor(name, given).dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions [B, S, heads, D], got shape {checks.shape_of(given)}")
+        checks.shaped(name, given, "[B, S, heads, D]")
     scores = scores_of(value.transpose(1, 2), "dt_proj", dt_proj, "a_coef", a_coef, None)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     out = dynamic_mask_attention(

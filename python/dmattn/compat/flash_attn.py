@@ -163,33 +163,30 @@ def flash_attn_varlen_func(
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Results:
     """:func:`flash_attn_func` of qkv [B, S, 3, H, D]; args and options: its arguments from dropout_p on."""
-    q, k, v = _parts("qkv", qkv, "[B, S, 3, H, D]", 3)
+    q, k, v = _parts("qkv", qkv, "[B, S, 3, H, D]")
     return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Results:
     """:func:`flash_attn_func` of q [B, Sq, H, D] and kv [B, Sk, 2, Hkv, D]; args and options: its arguments from dropout_p on."""
-    k, v = _parts("kv", kv, "[B, Sk, 2, Hkv, D]", 2)
+    k, v = _parts("kv", kv, "[B, Sk, 2, Hkv, D]")
     return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any) -> Results:
     """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D]; args and options: its arguments from dropout_p on."""
-    q, k, v = _parts("qkv", qkv, "[T, 3, H, D]", 3)
+    q, k, v = _parts("qkv", qkv, "[T, 3, H, D]")
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Results:
     """:func:`flash_attn_varlen_func` of q [Tq, H, D] and kv [Tk, 2, Hkv, D]; args and options: its arguments from cu_seqlens_q on."""
-    k, v = _parts("kv", kv, "[Tk, 2, Hkv, D]", 2)
+    k, v = _parts("kv", kv, "[Tk, 2, Hkv, D]")
     return flash_attn_varlen_func(q, k, v, *args, **options)
 
 
-def _parts(name: str, given: object, layout: str, number: int) -> tuple[Tensor, ...]:
-    tensor = checks.tensor(name, given)
-    if tensor.dim() != layout.count(",") + 1 or tensor.shape[-3] != number:
-        raise ValueError(f"{name}: expected {layout}, got {checks.shape_of(tensor)}")
-    return tensor.unbind(-3)
+def _parts(name: str, given: object, layout: str) -> tuple[Tensor, ...]:
+    return checks.shaped(name, given, layout).unbind(-3)
 
 
 __all__ = [

@@ -189,12 +189,8 @@ def _lengths(cache_seqlens: object, room: int, k: Tensor | None, q: Tensor) -> T
 def _new(k: object, v: object, q: Tensor, caches: Cache) -> tuple[Tensor, Tensor]:
     new: list[Tensor] = []
     for name, given, cache, size in (("k", k, caches.key, "D"), ("v", v, caches.value, "Dv")):
-        tensor = checks.tensor(name, given)
-        fits = tensor.dim() == 4 and tensor.shape[0] == q.shape[0] and tensor.shape[2:] == cache.shape[2:]
-        if not fits or (new and tensor.shape[1] != new[0].shape[1]):
-            expected = [q.shape[0], new[0].shape[1] if new else "n", *cache.shape[2:]]
-            raise ValueError(f"{name}: expected [B, n, Hkv, {size}] = {expected}, got {checks.shape_of(tensor)}")
-        checks.same_device(name, tensor, q, "q")
+        sizes = {"B": q.shape[0], "Hkv": cache.shape[2], size: cache.shape[3]} | ({"n": new[0].shape[1]} if new else {})
+        tensor = checks.shaped(name, given, f"[B, n, Hkv, {size}]", (), q, "q", **sizes)
         if tensor.dtype != cache.dtype:
             raise TypeError(f"{name}: expected dtype {cache.dtype} like {name}_cache, got {tensor.dtype}")
         new.append(tensor)

@@ -85,8 +85,9 @@ def flash_dmattn_func(
         attn_mask = keep_of("attn_mask", attn_mask, query, _pairs(query, key))
     if attn_bias is not None:
         checks.tensor("attn_bias", attn_bias, checks.DTYPES["cpu"])
-    _broadcasts("attn_mask", attn_mask, query, key)
-    _broadcasts("attn_bias", attn_bias, query, key)
+    for name, given in (("attn_mask", attn_mask), ("attn_bias", attn_bias)):
+        if given is not None:
+            layouts.check_pairs(name, given, query.transpose(1, 2), key.transpose(1, 2))
     options: dict[str, Any] = {
         "bias": attn_bias,
         "is_causal": causal,
@@ -296,8 +297,9 @@ def flash_dynamic_mask_attention_forward(
     if bias is not None:
         checks.dtype("attention_bias", bias, checks.DTYPES["cpu"])
         bias = bias[:, :, None] if bias.dim() == 3 else bias
-    _broadcasts("attention_mask", mask, query, key)
-    _broadcasts("attention_bias", bias, query, key)
+    for name, shown in (("attention_mask", mask), ("attention_bias", bias)):
+        if shown is not None:
+            layouts.check_pairs(name, shown, query.transpose(1, 2), key.transpose(1, 2))
 
     selected: Mask | Tensor | None = mask
     window = _window(module, window_size, keep_window_size)
@@ -342,19 +344,6 @@ def _pairs(query: Tensor, key: Tensor) -> int:
     """Of query [B, Sq, H, D] and key [B, Sk, Hkv, D]."""
     batch, queries, heads, _ = query.shape
     return batch * queries * heads * key.shape[1]
-
-
-def _broadcasts(name: str, given: Tensor | None, query: Tensor, key: Tensor) -> None:
-    """Checks [B|1, H|Hkv|1, Sq|1, Sk|1] against query [B, Sq, H, D] and key [B, Sk, Hkv, D]."""
-    if given is None:
-        return
-    batch, queries, heads, _ = query.shape
-    _, keys, kv_heads, _ = key.shape
-    checks.same_device(name, given, query)
-    wanted = ((1, batch), (1, heads, kv_heads), (1, queries), (1, keys))
-    if given.dim() != 4 or not all(size in sizes for size, sizes in zip(given.shape, wanted, strict=True)):
-        sizes = f"B={batch}, H={heads}, Hkv={kv_heads}, Sq={queries}, Sk={keys}"
-        raise ValueError(f"{name}: expected [B|1, H|Hkv|1, Sq|1, Sk|1] with {sizes}, got {checks.shape_of(given)}")
 
 
 def __getattr__(name: str) -> bool:

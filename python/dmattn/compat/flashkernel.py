@@ -33,8 +33,7 @@ def flash_attention_forward(
         TypeError, ValueError: names the argument, what was expected and what it got; shapes that differ are refused.
     """
     for name, given in (("Q", Q), ("K", K), ("V", V)):
-        if checks.tensor(name, given).dim() != 4:
-            raise ValueError(f"{name}: expected [B, H, N, D], got {checks.shape_of(given)}")
+        checks.shaped(name, given, "[B, H, N, D]")
         if given.shape != Q.shape:
             raise ValueError(f"{name}: expected {checks.shape_of(Q)} like Q, got {checks.shape_of(given)}")
     checks.flag("is_causal", is_causal)

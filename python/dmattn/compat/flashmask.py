@@ -17,7 +17,7 @@ from dmattn.masks import BlockMask, IntervalMask
 
 BLOCK = 128
 NAMES = ("query", "key", "value")
-LAYOUT = "[B, 1|Hkv|H, Sk, {1, 2, 4}]"
+LAYOUT = "[B|1, H|Hkv|1, Sk, 1|2|4]"
 MIX = 0x5851F42D4C957F2D  # an odd number, so that different seeds stay different
 
 
@@ -86,12 +86,8 @@ def flashmask_attention(
     else:
         if window_size is not None:
             raise ValueError("window_size: expected None with startend_row_indices, got a window")
-        indices = checks.tensor("startend_row_indices", startend_row_indices)
-        checks.same_device("startend_row_indices", indices, query)
-        fits = indices.dim() == 4 and indices.shape[0] in (1, batch) and indices.shape[1] in (1, kv_heads, heads)
-        if not fits or indices.shape[2] != keys:
-            sizes = f"B={batch}, H={heads}, Hkv={kv_heads}, Sk={keys}"
-            raise ValueError(f"startend_row_indices: expected {LAYOUT} with {sizes}, got {checks.shape_of(indices)}")
+        sizes = {"B": batch, "H": heads, "Hkv": kv_heads, "Sk": keys}
+        indices = checks.shaped("startend_row_indices", startend_row_indices, LAYOUT, (), query, **sizes)
         passes = [Pass(mask) for mask in interval_masks(indices, queries, causal)]
     if block_mask is not None:
         blocks = _blocks(block_mask, query, key)
@@ -162,13 +158,10 @@ def _window(given: object, causal: bool) -> tuple[int | None, int | None]:
 
 
 def _blocks(given: object, query: Tensor, key: Tensor) -> BlockMask:
-    table = checks.tensor("block_mask", given, (torch.int32, torch.int64, torch.uint8, torch.bool), query)
     (batch, queries, heads, _), (_, keys, kv_heads, _) = query.shape, key.shape
-    sizes = [-(-queries // BLOCK), -(-keys // BLOCK)]
-    fits = table.dim() == 4 and table.shape[0] in (1, batch) and table.shape[1] in (1, kv_heads, heads)
-    if not fits or list(table.shape[2:]) != sizes:
-        expected = f"[B, 1|Hkv|H, ceil(Sq / 128), ceil(Sk / 128)] with B={batch}, H={heads}, Hkv={kv_heads}, blocks {sizes}"
-        raise ValueError(f"block_mask: expected {expected}, got {checks.shape_of(table)}")
+    sizes = {"B": batch, "H": heads, "Hkv": kv_heads, "blocks_q": -(-queries // BLOCK), "blocks_k": -(-keys // BLOCK)}
+    dtypes = (torch.int32, torch.int64, torch.uint8, torch.bool)
+    table = checks.shaped("block_mask", given, "[B|1, H|Hkv|1, blocks_q, blocks_k]", dtypes, query, **sizes)
     return BlockMask.from_blocks(table != 0, BLOCK)
 
 

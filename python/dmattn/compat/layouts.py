@@ -202,6 +202,12 @@ def checked(
     return tensors[0], tensors[1], tensors[2]
 
 
+def check_pairs(name: str, given: Tensor, query: Tensor, key: Tensor, like_name: str = "query") -> None:
+    """Checks [B|1, H|Hkv|1, Sq|1, Sk|1] against query [B, H, Sq, D] and key [B, Hkv, Sk, D]."""
+    sizes = {"B": query.shape[0], "H": query.shape[1], "Hkv": key.shape[1], "Sq": query.shape[2], "Sk": key.shape[2]}
+    checks.shaped(name, given, "[B|1, H|Hkv|1, Sq|1, Sk|1]", (), query, like_name, **sizes)
+
+
 def check_cu_seqlens(ends_q: object, ends_k: object, q: Tensor, keys: int | None) -> tuple[Tensor, Tensor]:
     """cu_seqlens_q and cu_seqlens_k [B + 1]: 0 and the end of each sequence, up to the number of queries of q and of keys (None: unknown).
     Values are checked on the CPU."""
@@ -232,16 +238,12 @@ def one_of(name: str, given: T | None, other_name: str, other: T | None) -> T | 
 def per_sequence(name: str, given: object, q: Tensor, below: int) -> Tensor:
     """Integers [B] from 0 to below - 1; values are checked on the CPU."""
     numbers = checks.per_sequence(name, given, q, "q", (torch.int32, torch.int64))
-    if checks.values_are_known(numbers) and bool(((numbers < 0) | (numbers >= below)).any()):
-        raise ValueError(f"{name}: expected numbers from 0 to {below - 1}, got {numbers.tolist()[:8]}")
+    checks.numbers_below(name, numbers, below)
     return numbers
 
 
 def check_table(name: str, given: object, batch: int, like: Tensor) -> Tensor:
-    table = checks.tensor(name, given, (torch.int32, torch.int64), like, "q")
-    if table.dim() != 2 or table.shape[0] != batch:
-        raise ValueError(f"{name}: expected [B, max_pages] with B={batch}, got shape {checks.shape_of(table)}")
-    return table
+    return checks.shaped(name, given, "[B, max_pages]", (torch.int32, torch.int64), like, "q", B=batch)
 
 
 def check_pages(name: str, table: Tensor, lengths: Tensor, pages: Tensor) -> None:

@@ -51,14 +51,11 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     Raises:
         TypeError, ValueError: names the argument, what was expected and what it got.
     """
-    checks.tensor("hidden_states", hidden_states)
-    checks.tensor("indices", indices, (torch.int32, torch.int64))
+    tokens = hidden_states.shape[0] if checks.tensor("hidden_states", hidden_states).dim() else 0
     checks.each(checks.natural_int, batch=batch, seqlen=seqlen)
-    if indices.dim() != 1 or hidden_states.shape[:1] != indices.shape:
-        expected = f"[T] with T = {hidden_states.shape[0] if hidden_states.dim() else 0} like hidden_states"
-        raise ValueError(f"indices: expected {expected}, got shape {checks.shape_of(indices)}")
-    if checks.values_are_known(indices) and bool(((indices < 0) | (indices >= batch * seqlen)).any()):
-        raise ValueError(f"indices: expected numbers from 0 to {batch * seqlen - 1}, got {indices.tolist()[:8]}")
+    checks.numbers_below(
+        "indices", checks.shaped("indices", indices, "[T]", (torch.int32, torch.int64), T=tokens), batch * seqlen
+    )
     padded: Tensor = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:])).index_copy(
         0, indices.long(), hidden_states
     )
@@ -80,19 +77,12 @@ def index_first_axis(hidden_states: Tensor, indices: Tensor) -> Tensor:
     """
     if checks.tensor("hidden_states", hidden_states).dim() < 1:
         raise ValueError(f"hidden_states: expected [B * S, ...], got shape {checks.shape_of(hidden_states)}")
-    checks.tensor("indices", indices, (torch.int32, torch.int64), hidden_states, "hidden_states")
-    if indices.dim() != 1:
-        raise ValueError(f"indices: expected [T], got shape {checks.shape_of(indices)}")
-    rows = hidden_states.shape[0]
-    if checks.values_are_known(indices) and bool(((indices < 0) | (indices >= rows)).any()):
-        raise ValueError(f"indices: expected numbers from 0 to {rows - 1}, got {indices.tolist()[:8]}")
+    checks.shaped("indices", indices, "[T]", (torch.int32, torch.int64), hidden_states, "hidden_states")
+    checks.numbers_below("indices", indices, hidden_states.shape[0])
     return hidden_states.index_select(0, indices)
 
 
 def _mask(name: str, given: object, hidden_states: Tensor) -> Tensor:
-    mask = checks.tensor(
-        name, given, (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), hidden_states, "hidden_states"
-    )
-    if mask.shape != hidden_states.shape[:2]:
-        raise ValueError(f"{name}: expected [B, S] = {list(hidden_states.shape[:2])}, got {checks.shape_of(mask)}")
-    return mask != 0
+    dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    (batch, length), like = hidden_states.shape[:2], (hidden_states, "hidden_states")
+    return checks.shaped(name, given, "[B, S]", dtypes, *like, B=batch, S=length) != 0

@@ -30,8 +30,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
     Raises:
         TypeError, ValueError: as :func:`dmattn.attention`.
     """
-    for name, given in (("q", q), ("k", k), ("v", v)):
-        checks.tensor(name, given)
+    checks.each(checks.tensor, q=q, k=k, v=v)
     return attention(q, k, v, is_causal=True, scale=scale)
 
 

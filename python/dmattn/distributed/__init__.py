@@ -10,7 +10,7 @@ Rank r holds the queries, keys and values of chunk r. In a call
 4. these rows move (:mod:`.exchange`) into slots in front of the rank's own keys, and the ordinary op computes attention to both.
 
 In backward the gradients of rows return the same way. Two ranks with scores take a shorter way in place of steps 2 to 4 (:mod:`.pair`): one
-message, which in repeated eager calls leaves before the comparison has ended.
+message.
 """
 
 from dmattn.distributed.attention import context_parallel_attention

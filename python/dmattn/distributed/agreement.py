@@ -1,15 +1,12 @@
 """The handshake of a call: ranks compare the metadata of their calls, so that calls that differ are an error on every rank.
 
-It is an all-gather between hosts, over gloo, and waits for no GPU. Between two ranks it is optimistic: a rank that repeats the call that all
-ranks last agreed on starts the call's message ahead of the handshake. Any two ranks that do so agree on that message. Where only one does, the
-other learns so from the handshake and takes its end of the message, so that nothing hangs, and what the message brings is thrown away.
+It is an all-gather between hosts, over gloo, and waits for no GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import struct
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +14,7 @@ import torch.distributed as dist
 
 from dmattn import checks
 from dmattn.distributed import failures
-from dmattn.distributed.chunks import all_gather_flat, begin_message, host_group
+from dmattn.distributed.chunks import all_gather_flat, host_group
 
 COMPILED = "compiled (0 no, 1 yes)"  # before all that a compiled call does not know, and so does not send
 KIND = "kind of mask (0 causal, 1 mask, 2 scores, 3 scores with base)"
@@ -49,86 +46,35 @@ FIELDS = (
 )
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOATS = ("scale", "softcap", "dropout_p")
-DEVICE_TYPES = ("cpu", "cuda")
 
 Call = list[list[int]]  # the call_signature of every rank, in rank order
 
 
-class Memory:
-    """What a rank remembers of a group.
+def told(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers of every rank, in rank order; all tell equally many.
 
-    Attributes:
-        last: the last call on which all ranks agreed, and so the same on every rank; None before the first one.
-        devices: of this rank's messages, by their type.
+    Raises:
+        RuntimeError: a rank has failed, or does not answer within the group's timeout.
     """
-
-    def __init__(self) -> None:
-        self.last: Call | None = None
-        self.devices: dict[str, torch.device] = {}
-
-
-_memories: weakref.WeakKeyDictionary[dist.ProcessGroup, Memory] = weakref.WeakKeyDictionary()
-
-
-def expected_lengths(group: dist.ProcessGroup, call_signature: Sequence[int]) -> list[int] | None:
-    """The lengths of all chunks, if this is the call that all ranks last agreed on; None otherwise."""
-    memory = _memories.get(group)
-    if memory is None or memory.last is None or memory.last[dist.get_rank(group)] != call_signature:
-        return None
-    return _field(memory.last, "length")
+    failures.check(group)
+    everyone = torch.empty(dist.get_world_size(group) * len(numbers), dtype=torch.int64)
+    sent = torch.tensor(numbers, dtype=torch.int64)
+    failures.wait(all_gather_flat(everyone, sent, host_group(group)), group, everyone)
+    by_rank: list[list[int]] = everyone.view(-1, len(numbers)).tolist()
+    return by_rank
 
 
-class Handshake:
-    """Sends this rank's call_signature, and compares it with those of the others in :meth:`finish`.
+def agree(group: dist.ProcessGroup, call_signature: Sequence[int]) -> list[int]:
+    """The lengths of all chunks, of ranks whose calls agree.
 
-    Args:
-        device: of the call's message, if it is one between two ranks.
-        ahead: the bytes of that message, if it does not wait for the handshake; else 0.
+    Raises:
+        ValueError: ranks differ, or their lengths are refused; on every rank.
+        RuntimeError: as :func:`told`.
     """
-
-    def __init__(
-        self, group: dist.ProcessGroup, call_signature: Sequence[int], device: torch.device | None = None, ahead: int = 0
-    ) -> None:
-        failures.check(group)
-        self._group, self._ahead = group, ahead
-        self._memory = _memories.setdefault(group, Memory())
-        if device is not None:
-            self._memory.devices[device.type] = device
-        self._everyone = torch.empty(dist.get_world_size(group) * (len(FIELDS) + 1), dtype=torch.int64)
-        sent = torch.tensor([*call_signature, ahead], dtype=torch.int64)
-        self._work = all_gather_flat(self._everyone, sent, host_group(group))
-
-    def finish(self) -> list[int]:
-        """The lengths of all chunks. ``all_went_ahead`` says afterwards whether the message has been exchanged.
-
-        Raises:
-            ValueError: ranks differ, or their lengths are refused; on every rank.
-            RuntimeError: a rank has failed, or does not answer within the group's timeout.
-        """
-        failures.wait(self._work, self._group, self._everyone)
-        call: Call = self._everyone.view(-1, len(FIELDS) + 1).tolist()
-        ahead = [one.pop() for one in call]
-        self.all_went_ahead = min(ahead) > 0
-        if max(ahead) and not self._ahead:
-            self._end_message(max(ahead), DEVICE_TYPES[_field(call, "device type")[ahead.index(max(ahead))]])
-        _compare(call)
-        _check_lengths(call)
-        self._memory.last = call
-        return _field(call, "length")
-
-    def _end_message(self, size: int, device_type: str) -> None:
-        """Takes this rank's end of the message that the other of two ranks has begun. A sender sends zeros.
-
-        The message goes over the backend of the other rank's device, which need not be that of this rank's call or of its last one.
-        """
-        device = self._memory.devices.get(device_type, torch.device(device_type))
-        zeros = torch.zeros(size, dtype=torch.uint8, device=device)
-        failures.wait(begin_message(zeros, 0, self._group), self._group, zeros)
-
-
-def agree(group: dist.ProcessGroup, call_signature: Sequence[int], device: torch.device | None = None) -> list[int]:
-    """A whole :class:`Handshake`: the lengths of all chunks."""
-    return Handshake(group, call_signature, device).finish()
+    call: Call = told(group, call_signature)
+    _compare(call)
+    _check_lengths(call)
+    return _field(call, "length")
 
 
 def fail(group: dist.ProcessGroup) -> None:
@@ -178,11 +124,3 @@ def _shown(name: str, value: int) -> object:
     if name in ("dtype", "scores' dtype"):
         return "none" if value < 0 else str(DTYPES[value]).removeprefix("torch.")
     return value
-
-
-def in_one_order(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether handshakes and messages of a device go over one backend, which then takes them in the same order on all ranks."""
-    if device.type == "cpu":
-        return True
-    shared: bool = group._get_backend(device) is host_group(group)._get_backend(torch.device("cpu"))
-    return shared

@@ -23,7 +23,7 @@ from dmattn.masks import ALWAYS, IntervalMask
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import check_base, most_selected, select_interval
 from dmattn.renamed import renamed
-from dmattn.sizes import Sizes, check_scores, key_bias_rows, sizes_of, with_own_gradient
+from dmattn.sizes import Sizes, check_scores, key_bias_rows, per_head, sizes_of, with_own_gradient
 
 CAUSAL, MASK, SCORES = range(3)
 
@@ -143,16 +143,16 @@ def context_parallel_attention(
     # The others would wait for a rank that alone fails: for its rows, and in backward for its gradients.
     reported = contextlib.nullcontext() if compiling or world == 1 else failures.Reporting(ranks)
     reported_with_gradients = reported if _wants_gradients(query, key, value, key_bias, scores) else contextlib.nullcontext()
-    if world == 2 and scores is not None and base is None and options.dropout_seed is None:
-        with reported_with_gradients:
-            out, lse = _between_two(ranks, call_signature, (query, key, value), given, options)
-        return (out, lse) if return_lse else out
     if compiling:
         lengths = _lengths_while_compiling(given, world, rank)
         given = _with_long_enough_mask(given, sum(lengths))
     else:
         lengths = agreement.agree(ranks, call_signature)
     chunks = Chunks(ranks.group_name, rank, lengths)
+    if world == 2 and scores is not None and base is None and options.dropout_seed is None:
+        with reported_with_gradients:
+            out, lse = _between_two(query, key, value, given, options, chunks, call_signature)
+        return (out, lse) if return_lse else out
 
     with reported:
         rows, start, end, slots = _fetched((key, value), given, options, dropout_seed, chunks, call_signature)
@@ -267,8 +267,8 @@ def _checked(
     elif local or sink_keys:
         raise ValueError(f"local, sink_keys: expected 0 and 0 without window, got {local} and {sink_keys}")
     for name, given in (("mask", mask), ("base", base)):
-        if isinstance(given, IntervalMask):
-            _check_mask(name, given, sizes)
+        for side in (given.start, given.end) if isinstance(given, IntervalMask) else ():
+            per_head(name, side, sizes, side.shape[2:], "[B|1, H|Hkv|1, N]")
     bias = None if key_bias is None else _bias_rows(key_bias, sizes)
     return Arguments(sizes, kind, mask, scores, bound, (window or 0, local, sink_keys), base, bias)
 
@@ -284,16 +284,6 @@ def _added_to_logits(given: Arguments) -> Tensor | None:
 def _by_head(bias: Tensor) -> Tensor:
     """[B, Hkv, keys, 1 or H / Hkv] to [B, Hkv|H, keys]."""
     return bias[..., 0] if bias.shape[3] == 1 else bias.transpose(2, 3).flatten(1, 2)
-
-
-def _check_mask(name: str, mask: IntervalMask, sizes: Sizes) -> None:
-    batch, heads, _ = mask.shape
-    if batch not in (1, sizes.batch) or heads not in (1, sizes.heads, sizes.kv_heads):
-        raise ValueError(
-            f"{name}: expected [B|1, H|Hkv|1, N] with B={sizes.batch}, H={sizes.heads}, Hkv={sizes.kv_heads}, got {[*mask.shape]}"
-        )
-    if mask.device != sizes.device:
-        raise ValueError(f"{name}: expected device {sizes.device} like query, got {mask.device}")
 
 
 def _bias_rows(key_bias: Tensor, sizes: Sizes) -> Tensor:
@@ -416,30 +406,29 @@ def _check_bound(given: Arguments, chunks: Chunks, start: Tensor | None, end: Te
 
 
 def _between_two(
-    group: dist.ProcessGroup,
-    call_signature: list[int],
-    tensors: tuple[Tensor, Tensor, Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     given: Arguments,
     options: Options,
+    chunks: Chunks,
+    call_signature: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Attention to keys that scores select, on one of two ranks; see :mod:`.pair`."""
-    query, key, value = tensors
     assert given.scores is not None
     # A wider dtype has the same order and ties, and its gradients are added in float32.
     scores = given.scores.to(torch.promote_types(given.scores.dtype, accumulate_dtype(given.sizes.dtype)))[..., None]
     rows = [scores, key, value] if given.key_bias is None else [scores, key, value, given.key_bias]
     if torch.compiler.is_compiling():
-        rank = dist.get_rank(group)
-        place = _lengths_while_compiling(given, 2, rank), rank, group.group_name, call_signature
+        place = chunks.lengths, chunks.rank, chunks.group, call_signature
         rows, end, _ = torch.ops.dmattn_distributed.fetch(rows, *given.selection, *place)
-        end, _ = values.compare(_uncompared(given, options, None, True), end, Chunks(group.group_name, rank, place[0]), None)
+        end, _ = values.compare(_uncompared(given, options, None, True), end, chunks, None)
         return _over_slots(query, rows, end, options)
-
-    def attended(begun: pair.Begun) -> tuple[Tensor, Tensor]:
-        *fetched, end = pair.Fetch.apply(begun, *rows)
-        return _over_slots(query, fetched, end, options)
-
-    return pair.exchanged(group, call_signature, rows, pair.Selection(*given.selection), attended)
+    begun = pair.begin(rows, pair.Selection(*given.selection), chunks)
+    *fetched, end = pair.Fetch.apply(begun, *rows)
+    result = _over_slots(query, fetched, end, options)
+    pair.finish(begun)
+    return result
 
 
 def _over_slots(query: Tensor, rows: list[Tensor], end: Tensor, options: Options) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives
 
-from dmattn.distributed import failures
-from dmattn.distributed.agreement import DTYPES
-from dmattn.distributed.chunks import all_gather_flat, host_group
+from dmattn.distributed.agreement import DTYPES, told
 
 # Newer releases of torch have another name for it.
 _all_gather: Any = (
@@ -35,15 +33,12 @@ def check_chunks(chunk: Tensor, group: dist.ProcessGroup) -> None:
     """
     if torch.compiler.is_compiling() or dist.get_world_size(group) == 1:
         return
-    sent = torch.tensor([*chunk.shape[:2], DTYPES.index(chunk.dtype)])
-    everyone = torch.empty(dist.get_world_size(group) * len(sent), dtype=torch.int64)
-    failures.check(group)
-    failures.wait(all_gather_flat(everyone, sent, host_group(group)), group, everyone)
-    for place, name in enumerate(("B", "S", "dtype")):
-        values = [str(DTYPES[value]) if name == "dtype" else value for value in everyone.view(-1, len(sent))[:, place].tolist()]
+    everyone = told(group, [*chunk.shape[:2], DTYPES.index(chunk.dtype)])
+    for name, *values in zip(("B", "S", "dtype"), *everyone, strict=True):
+        shown = [DTYPES[value] if name == "dtype" else value for value in values]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise ValueError(
-                f"hidden_states: expected [B, S, E] with the same {name} on every rank, got {values[0]} on rank 0 and {values[other]} on"
+                f"hidden_states: expected [B, S, E] with the same {name} on every rank, got {shown[0]} on rank 0 and {shown[other]} on"
                 f" rank {other}"
             )

@@ -7,6 +7,7 @@ queries.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import weakref
@@ -109,14 +110,14 @@ def _moved(bound: Tensor, by: int) -> Tensor:
 # Bounds --------------------------------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
 class KnownNeeds:
     """What has been read from a mask on the host, kept as long as the mask lives and its tensors do not change: the number of slots each rank
     needs, and a checksum."""
 
-    def __init__(self, versions: tuple[int, ...]) -> None:
-        self.versions = versions
-        self.checksum: int | None = None
-        self.slots: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    versions: tuple[int, ...]
+    checksum: int | None = None
+    slots: dict[tuple[tuple[int, ...], int], list[int]] = dataclasses.field(default_factory=dict)
 
 
 _known: weakref.WeakKeyDictionary[IntervalMask, KnownNeeds] = weakref.WeakKeyDictionary()

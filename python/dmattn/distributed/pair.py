@@ -12,8 +12,8 @@ farther than ``local``. A slot of the middle part that stays empty has a score o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dmattn import ops
-from dmattn.distributed import agreement, exchange, failures, needs, traffic
+from dmattn.distributed import exchange, failures, needs, traffic
 from dmattn.distributed.chunks import Chunks, begin_message
 
 ALIGNMENT = 16  # bytes at whose multiples each tensor's rows begin within a message
@@ -122,53 +122,10 @@ def _wait(begun: Begun) -> None:
     failures.wait(begun.message, exchange.group_named(begun.chunks.group), begun.rows[0])
 
 
-Result = TypeVar("Result")
-
-
-def exchanged(
-    group: dist.ProcessGroup, call_signature: Sequence[int], rows: Sequence[Tensor], selection: Selection, use: Callable[[Begun], Result]
-) -> Result:  # fmt: skip
-    """What ``use`` makes of the message that both ranks agree on.
-
-    A rank that repeats the last call begins the message, and computes with it, before it waits for the handshake: from idle that saves
-    0.36 ms of 3.5. If the other rank did not, both begin again.
-
-    Raises:
-        ValueError: ranks differ, or their lengths are refused; on both ranks.
-    """
-    device = rows[0].device
-    lengths = agreement.expected_lengths(group, call_signature)
-    ahead = 0 if lengths is None else sum(_sizes(rows, sum(selection.slots(lengths[0]))))
-    if lengths is None or not ahead:
-        return _used(begin(rows, selection, _chunks(group, agreement.agree(group, call_signature, device))), use)
-    # Over gloo handshakes and messages come in one order; over NCCL the other rank waits for the message alone.
-    handshake = agreement.Handshake(group, call_signature, device, ahead) if agreement.in_one_order(group, device) else None
-    begun = begin(rows, selection, _chunks(group, lengths))
-    handshake = handshake or agreement.Handshake(group, call_signature, device, ahead)
-    # A rank whose own part fails still takes part in what follows.
-    result: Result | Exception
-    try:
-        result = _used(begun, use)
-    except Exception as error:
-        result = error
-    lengths = handshake.finish()
-    if not handshake.all_went_ahead:
-        return _used(begin(rows, selection, _chunks(group, lengths)), use)
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def _chunks(group: dist.ProcessGroup, lengths: Sequence[int]) -> Chunks:
-    return Chunks(group.group_name, dist.get_rank(group), lengths)
-
-
-def _used(begun: Begun, use: Callable[[Begun], Result]) -> Result:
-    """On the first rank the message leaves while attention runs."""
-    result = use(begun)
+def finish(begun: Begun) -> None:
+    """Called behind attention, because on the first rank the message leaves while that runs."""
     if begun.message is not None and begun.chunks.rank == 0:
         _wait(begun)
-    return result
 
 
 def _send_back(gradients: Sequence[Tensor], positions: Tensor | None, count: int, chunks: Chunks) -> Sequence[Tensor]:
@@ -196,7 +153,7 @@ def _send_back(gradients: Sequence[Tensor], positions: Tensor | None, count: int
 
 
 class Fetch(torch.autograd.Function):
-    """:func:`_end` for eager calls, which have begun before the other rank has answered: the rows, and end."""
+    """:func:`_end` for eager calls: the rows, and end."""
 
     @staticmethod
     def forward(ctx: Any, begun: Begun, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -217,19 +174,14 @@ class Fetch(torch.autograd.Function):
 
 def _message(like: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
     """Memory for ``count`` rows a key head of each tensor [B, Hkv, length, *], as bytes, and each tensor's part of it, [B, Hkv, count, *]."""
-    sizes = _sizes(like, count)
+    sizes = [tensor.shape[0] * tensor.shape[1] * count * tensor.shape[3] * tensor.element_size() for tensor in like]
+    sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     packed = like[0].new_empty(sum(sizes), dtype=torch.uint8)
     parts = []
     for part, tensor in zip(packed.split(sizes), like, strict=True):
         shape = *tensor.shape[:2], count, tensor.shape[3]
         parts.append(part.view(tensor.dtype)[: math.prod(shape)].view(shape))
     return packed, parts
-
-
-def _sizes(like: Sequence[Tensor], count: int) -> list[int]:
-    """The bytes of each tensor's part of a message."""
-    sizes = [tensor.shape[0] * tensor.shape[1] * count * tensor.shape[3] * tensor.element_size() for tensor in like]
-    return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
 
 
 # Compiled calls ------------------------------------------------------------------------------------------------------------------------
@@ -242,7 +194,8 @@ def _fetch_op(
     """What :func:`_end` gives, none of it a part of what is given, and the positions of the rows that have left, int64 [B, Hkv, M]."""
     exchange.agreed(exchange.group_named(group), call_signature, lengths)
     begun = begin(rows, Selection(window, local, sink_keys), Chunks(group, rank, lengths))
-    results, end = _used(begun, _end)
+    results, end = _end(begun)
+    finish(begun)
     if begun.end is not None:
         results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in results]
     empty = torch.empty(0, dtype=torch.int64, device=end.device)

@@ -62,9 +62,7 @@ def interval_of(
     batch, kv_heads, length = shape
     end = torch.full((batch, kv_heads, length + 1), FOREVER, dtype=torch.int32, device=device)
     for at, keys in dropped:
-        checks.tensor("dropped", keys, (torch.int32, torch.int64))
-        if keys.dim() != 3 or keys.shape[:2] != (batch, kv_heads):
-            raise ValueError(f"dropped: expected positions [{batch}, {kv_heads}, any number], got {checks.shape_of(keys)}")
+        checks.shaped("dropped", keys, "[B, Hkv, any number]", (torch.int32, torch.int64), B=batch, Hkv=kv_heads)
         checks.length("position", at)
         if checks.values_are_known(keys) and bool((keys >= length).any()):
             raise ValueError(f"dropped: expected positions below S={length}, got {int(keys.max())}")
@@ -107,19 +105,13 @@ def decisions(
 
 def check_tokens(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None) -> tuple[int, int, int]:
     """Refuses tensors that do not belong together, and gives (B, Hkv, T)."""
-    for name, given in (("query", query), ("key", key), ("value", value)):
-        if checks.tensor(name, given).dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions, got shape {checks.shape_of(given)}")
-        checks.same_device(name, given, query)
-    (batch, kv_heads, length), head_dim = key.shape[:3], key.shape[3]
-    if kv_heads == 0:
-        raise ValueError(f"key: expected at least one head, got {checks.shape_of(key)}")
-    if query.shape[0] != batch or query.shape[1] % kv_heads or query.shape[2] != length or query.shape[3] != head_dim:
-        raise ValueError(f"query: expected [B, H, T, D] for a key {checks.shape_of(key)}, got {checks.shape_of(query)}")
-    if value.shape[:3] != key.shape[:3]:
-        raise ValueError(f"value: expected [B, Hkv, T, Dv] for a key {checks.shape_of(key)}, got {checks.shape_of(value)}")
-    if scores is not None and checks.tensor("scores", scores, like=query).shape != key.shape[:3]:
-        raise ValueError(f"scores: expected [B, Hkv, T] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
+    batch, kv_heads, length, head_dim = checks.shaped("key", key, "[B, Hkv, T, D]").shape
+    checks.shaped("query", query, "[B, H, T, D]", (), key, "key", B=batch, T=length, D=head_dim)
+    checks.shaped("value", value, "[B, Hkv, T, Dv]", (), key, "key", B=batch, Hkv=kv_heads, T=length)
+    if kv_heads == 0 or query.shape[1] % kv_heads:
+        raise ValueError(f"query: expected [B, H, T, D] with a multiple H of Hkv={kv_heads}, got {checks.shape_of(query)}")
+    if scores is not None:
+        checks.shaped("scores", scores, "[B, Hkv, T]", (), key, "key", B=batch, Hkv=kv_heads, T=length)
     return batch, kv_heads, length
 
 

@@ -248,25 +248,17 @@ class PagedCache:
             TypeError, ValueError: a wrong type, shape or name, or a sequence that is swapped out.
             RuntimeError: a tensor requires a gradient.
         """
-        batch, kv_heads, tokens = check_tokens(query, key, value, scores)
+        batch, _, tokens = check_tokens(query, key, value, scores)
         names = list(names)
         if any(x is not None and x.requires_grad for x in (query, key, value, scores)):
             refuse_gradients("PagedCache.attend")
         if len(set(names)) != batch or len(names) != batch:
             raise ValueError(f"names: expected B={batch} different sequences, got {list(names)}")
-        if query.shape[1] != self.num_heads or kv_heads != self.num_kv_heads:
-            raise ValueError(
-                f"query: expected H={self.num_heads} heads on Hkv={self.num_kv_heads}, got {query.shape[1]} on {kv_heads}"
-            )
-        for name, given, pages in (
-            ("query", query, self.pool.key),
-            ("key", key, self.pool.key),
-            ("value", value, self.pool.value),
-        ):
-            checks.same_device(name, given, pages, "the pool")
-            if given.dtype != pages.dtype or given.shape[3] != pages.shape[3]:
-                expected = f"{pages.dtype} of size {pages.shape[3]}"
-                raise ValueError(f"{name}: expected {expected} like the pool, got {given.dtype} of size {given.shape[3]}")
+        (*_, size), (*_, value_size), heads = self.pool.key.shape, self.pool.value.shape, self.num_heads
+        like = ((self.pool.key.dtype,), self.pool.key, "the pool")
+        checks.shaped("query", query, "[B, H, T, D]", *like, H=heads, D=size)
+        checks.shaped("key", key, "[B, Hkv, T, D]", *like, Hkv=self.num_kv_heads, D=size)
+        checks.shaped("value", value, "[B, Hkv, T, Dv]", *like, Hkv=self.num_kv_heads, Dv=value_size)
         sequences = [self._present(name) for name in names]
         needed = self.pages_needed(names, tokens)
         if needed > len(self.pool.free):

@@ -7,6 +7,7 @@ prompts and chunks of prompts, are one call of :func:`dmattn.varlen_attention` o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,12 +71,11 @@ class Paged:
         Returns:
             [T, H, Dv].
         """
-        outs = []
+        outs: list[Tensor] = []
+        shared: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
         if self.decodes:
             rows, table, lengths, key_bias = query[: self.decodes, :, None], *self._visible_pages(window)
-            out = decode_attention(
-                rows, keys, values, lengths, page_table=table, key_bias=key_bias, scale=scale, softcap=softcap, sinks=sinks
-            )
+            out: Tensor = decode_attention(rows, keys, values, lengths, page_table=table, key_bias=key_bias, **shared)
             outs.append(out[:, :, 0])
         if self.decodes < self.lengths.shape[0]:
             ends_q, ends_k, page, place = self._rows()
@@ -87,20 +87,7 @@ class Paged:
             if window is not None:
                 mask = IntervalMask.sliding_window(own_keys.shape[0], min(window, checks.MAX_LENGTH) - 1, device=query.device)
             rows = query[self.decodes :]
-            outs.append(
-                varlen_attention(
-                    rows,
-                    own_keys,
-                    own_values,
-                    ends_q,
-                    ends_k,
-                    is_causal=True,
-                    mask=mask,
-                    scale=scale,
-                    softcap=softcap,
-                    sinks=sinks,
-                )
-            )
+            outs.append(varlen_attention(rows, own_keys, own_values, ends_q, ends_k, is_causal=True, mask=mask, **shared))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _visible_pages(self, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -19,7 +19,7 @@ from dmattn import checks
 from dmattn.fake import table_size
 from dmattn.masks import drawing, tables
 from dmattn.masks.data import MaskData, join_batches
-from dmattn.masks.detect import function_sizes, on_grid
+from dmattn.masks.detect import four_dims, function_sizes, on_grid
 from dmattn.masks.heads import same_heads, with_rank
 from dmattn.sharding import is_sharded
 
@@ -81,12 +81,7 @@ class BlockMask(MaskData):
             TypeError: mask is not a bool tensor.
             ValueError: it has fewer than 2 or more than 4 dimensions or a length over 2^20, or block_size is not positive.
         """
-        checks.tensor("mask", mask, (torch.bool,))
-        if mask.dim() < 2 or mask.dim() > 4:
-            raise ValueError(f"mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape {checks.shape_of(mask)}")
-        if mask.shape[-2] > checks.MAX_LENGTH or mask.shape[-1] > checks.MAX_LENGTH:
-            raise ValueError(f"mask: expected lengths up to {checks.MAX_LENGTH}, got shape {checks.shape_of(mask)}")
-        mask = with_rank(mask, 4)
+        mask = four_dims(mask)
         return _pack(mask, mask.shape[2], mask.shape[3], (1, 1), _pair(block_size))
 
     @classmethod

@@ -21,14 +21,15 @@ def fewer(count: int, other: int) -> int:
     return least
 
 
-def position(name: str, given: object, device: torch.device) -> Any:
-    """A position as an int, or as an int64 tensor that broadcasts with [B, 1, 1]: from an int, or integers without dimensions or [B].
+def position(name: str, given: object, device: torch.device, batch: int | None = None) -> Any:
+    """A position as an int, or as an int64 tensor that broadcasts with [B, 1, 1]: from an int, or integers without dimensions or [B], where
+    ``batch`` says B if it is known.
 
     A tensor's numbers beyond int32 count as the first or the last position there is.
 
     Raises:
         TypeError: another type or dtype.
-        ValueError: more dimensions, another device (one number may lie on the CPU), or an int beyond int32.
+        ValueError: more dimensions, another B, another device (one number may lie on the CPU), or an int beyond int32.
     """
     if isinstance(given, Tensor):
         checks.tensor(name, given)
@@ -36,6 +37,8 @@ def position(name: str, given: object, device: torch.device) -> Any:
             raise TypeError(f"{name}: expected an int, or a tensor of int32 or int64, got {given.dtype}")
         if given.dim() > 1:
             raise ValueError(f"{name}: expected an int or a tensor [] or [B], got shape {checks.shape_of(given)}")
+        if given.dim() and batch is not None and given.shape[0] not in (1, batch):
+            raise ValueError(f"{name}: expected an int or a tensor [] or [B] with B={batch}, got {checks.shape_of(given)}")
         if given.device != device and (given.dim() or given.device.type != "cpu"):
             raise ValueError(f"{name}: expected device {device}, got {given.device}")
         given = given.long().clamp(ALWAYS + 1, FOREVER - 1)  # int32 would wrap where positions are subtracted or compared

@@ -64,14 +64,10 @@ class MaskBuffer(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """The facts that are no tensors, int64 [4 or less]."""
-        facts = self._facts
-        if self._type is IntervalMask:
-            return torch.tensor([int(facts["any_length"]), SEGMENTS.index(facts["segments"]), int(facts["most_keys"])])
-        if self._type is IndexMask:
-            return torch.tensor([int(facts[name]) for name in IndexMask.CONSTANTS])
-        if self._type is CombinedMask:
-            return torch.zeros(0, dtype=torch.int64)
-        return torch.tensor([facts["query_length"], facts["key_length"], *facts["block_size"]])
+        numbers: list[int] = []
+        for name, fact in self._own_facts().items():
+            numbers += fact if isinstance(fact, tuple) else [SEGMENTS.index(fact) if name == "segments" else int(fact)]
+        return torch.tensor(numbers, dtype=torch.int64)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Takes over what :meth:`get_extra_state` gave.
@@ -85,12 +81,15 @@ class MaskBuffer(nn.Module):
         if not self._fits(given):
             article = "an" if self._type in (IntervalMask, IndexMask) else "a"
             raise ValueError(f"state_dict: expected the state of {article} {self._type.__name__}, got {given}")
-        if self._type is IntervalMask:
-            self._facts = {"any_length": bool(given[0]), "segments": SEGMENTS[given[1]], "most_keys": given[2]}
-        elif self._type is IndexMask:
-            self._facts = dict(zip(IndexMask.CONSTANTS, (given[0], bool(given[1]), *given[2:]), strict=True))
-        elif given:
-            self._facts = {"query_length": given[0], "key_length": given[1], "block_size": (given[2], given[3])}
+        numbers, facts = iter(given), dict(self._facts)
+        for name, fact in self._own_facts().items():
+            number: Any = tuple(next(numbers) for _ in fact) if isinstance(fact, tuple) else next(numbers)
+            facts[name] = SEGMENTS[number] if name == "segments" else type(fact)(number)
+        self._facts = facts
+
+    def _own_facts(self) -> dict[str, Any]:
+        """The facts, but for parts that an intersection does not have."""
+        return {} if self._type is CombinedMask else self._facts
 
     def _fits(self, state: object) -> bool:
         """Whether facts can be those of a mask with the tensors that are here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.masks.bounds import ALWAYS
+from dmattn.masks.heads import with_rank
 
 PAIRS_AT_ONCE = 1 << 24  # pairs of a query and a key looked at together, about
 MESSAGE = "expected every key to be visible to one unbroken run of queries"
@@ -34,11 +35,21 @@ def on_grid(fn: Callable[..., Any], sizes: tuple[int, int, int, int], first: int
     return visible.expand(shape)
 
 
+def four_dims(mask: Tensor) -> Tensor:
+    """A mask as bool [B|1, H|Hkv|1, Sq, Sk], checked; leading dimensions may be left out."""
+    checks.tensor("mask", mask, (torch.bool,))
+    if mask.dim() not in (2, 3, 4) or max(mask.shape[-2:]) > checks.MAX_LENGTH:
+        raise ValueError(
+            f"mask: expected [B|1, H|Hkv|1, Sq, Sk] with lengths up to {checks.MAX_LENGTH}, got shape {checks.shape_of(mask)}"
+        )
+    return with_rank(mask, 4)
+
+
 def function_sizes(B: int | None, H: int | None, Sq: int, Sk: int) -> tuple[int, int, int, int]:
     """[B, H, Sq, Sk] of a mask made by a function; None counts as 1."""
-    for name, size in (("B", 1 if B is None else B), ("H", 1 if H is None else H), ("Sq", Sq), ("Sk", Sk)):
-        checks.length(name, size)
-    return (1 if B is None else B, 1 if H is None else H, Sq, Sk)
+    batch, heads = (1 if size is None else size for size in (B, H))
+    checks.each(checks.length, B=batch, H=heads, Sq=Sq, Sk=Sk)
+    return batch, heads, Sq, Sk
 
 
 def interval_of(
@@ -53,7 +64,7 @@ def interval_of(
     shape = (batch, heads, keys)
     first = torch.full(shape, queries, dtype=torch.int32, device=device)
     last, count = torch.full_like(first, -1), torch.zeros_like(first)
-    for begin, end in _blocks(sizes):
+    for begin, end in spans(queries, batch * heads * keys):
         visible = rows(begin, end)
         query = torch.arange(begin, end, dtype=torch.int32, device=device)[:, None]
         first = torch.minimum(first, torch.where(visible, query, queries).amin(2).to(torch.int32))
@@ -73,11 +84,9 @@ def interval_of(
     return torch.where(seen, first + offset, ALWAYS), torch.where(seen, last + (offset + 1), ALWAYS)
 
 
-def _blocks(sizes: tuple[int, int, int, int]) -> Iterator[tuple[int, int]]:
-    batch, heads, queries, keys = sizes
+def spans(queries: int, pairs_of_each: int) -> list[tuple[int, int]]:
+    """Queries [first, last) that are looked at together: all while tracing, else as many as fit in memory."""
     if torch.compiler.is_compiling():
-        yield 0, queries
-        return
-    step = max(1, PAIRS_AT_ONCE // max(1, batch * heads * keys))
-    for begin in range(0, queries, step):
-        yield begin, min(begin + step, queries)
+        return [(0, queries)]
+    step = max(1, PAIRS_AT_ONCE // max(1, pairs_of_each))
+    return [(first, min(first + step, queries)) for first in range(0, queries, step)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.composed import visible_in_blocks
 
 MOST = 1024  # keys or queries drawn; of more, so many at equal distances
 COLORS = ("#f6f8fa", "#2f6fb0", "#fbe6d0", "#e08e45")
@@ -114,12 +115,7 @@ def sample(count: int) -> Tensor:
 
 def tile_codes(tiles: Tensor, bits: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """What a block mask says of these pairs, one code of COLORS for each."""
-    tile_q, tile_k = bits.shape[1], bits.shape[2] * 32
-    tile = tiles[queries // tile_q][:, keys // tile_k].long()
-    slot = (tile - 2).clamp(min=0)  # 0 empty, 1 full, 2 + slot partial
-    within = keys % tile_k
-    bits = bits if bits.shape[0] else bits.new_zeros((1, *bits.shape[1:]))  # no tile is partial
-    word = bits[slot, (queries % tile_q)[:, None], (within // 32)[None, :]]
-    seen = ((word >> (within % 32).int()) & 1).bool()
+    tile = tiles[queries // bits.shape[1]][:, keys // (bits.shape[2] * 32)]  # 0 empty, 1 full, 2 + slot partial
+    seen = visible_in_blocks(tiles, bits, queries[:, None], keys)
     partial = torch.where(seen, VISIBLE_IN_PARTIAL, HIDDEN_IN_PARTIAL)
-    return torch.where(tile >= 2, partial, torch.where(tile == 1, VISIBLE, HIDDEN))
+    return torch.where(tile >= 2, partial, torch.where(seen, VISIBLE, HIDDEN))

@@ -14,7 +14,7 @@ from dmattn import checks
 from dmattn.composed import visible_in_lists
 from dmattn.masks import bounds, drawing, tables
 from dmattn.masks.data import MaskData, join_batches
-from dmattn.masks.detect import PAIRS_AT_ONCE
+from dmattn.masks.detect import four_dims, spans
 from dmattn.masks.heads import same_heads, with_rank
 from dmattn.masks.interval import IntervalMask
 
@@ -57,8 +57,7 @@ class IndexMask(MaskData):
     CONSTANTS: ClassVar[tuple[str, ...]] = ("block_size", "is_causal", "local", "sink_keys")
 
     def __post_init__(self) -> None:
-        given = checks.tensor("indices", self.indices)
-        checks.dtype("indices", given, (torch.int32, torch.int64))
+        given = checks.tensor("indices", self.indices, (torch.int32, torch.int64))
         if given.dim() not in (2, 3, 4) or max(given.shape[-2:]) > checks.MAX_LENGTH:
             raise ValueError(f"indices: expected [B|1, H|Hkv|1, Sq, K], got shape {checks.shape_of(given)}")
         check_block_size(self.block_size)
@@ -89,15 +88,12 @@ class IndexMask(MaskData):
             ValueError: a wrong shape or size; a block that is visible in part, or a longer list than max_entries (where the values lie on a
                 GPU and max_entries is given, the device raises it).
         """
-        checks.tensor("mask", mask, (torch.bool,))
-        if mask.dim() not in (2, 3, 4) or max(mask.shape[-2:]) > checks.MAX_LENGTH:
-            raise ValueError(f"mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape {checks.shape_of(mask)}")
+        four = four_dims(mask)
         check_block_size(block_size)
         if max_entries is not None:
             checks.natural_int("max_entries", max_entries)
         elif not checks.values_can_be_read(mask):
             raise ValueError("max_entries: expected a number where the mask has no values that can be read, got None")
-        four = with_rank(mask, 4)
         some, every = (
             F.pad(four, (0, -four.shape[3] % block_size), value=beyond).unflatten(3, (-1, block_size)) for beyond in (False, True)
         )
@@ -155,9 +151,7 @@ class IndexMask(MaskData):
             TypeError: a wrong type or dtype.
             ValueError: a wrong shape, size or device.
         """
-        checks.tensor("scores", scores, checks.DTYPES["cpu"])
-        if scores.dim() != 4:
-            raise ValueError(f"scores: expected 4 dimensions [B|1, H|Hkv|1, Sq, n], got shape {checks.shape_of(scores)}")
+        checks.shaped("scores", scores, "[B|1, H|Hkv|1, Sq, n]", checks.DTYPES["cpu"])
         check_block_size(block_size)
         checks.natural_int("k", k)
         checks.flag("is_causal", is_causal)
@@ -177,7 +171,7 @@ class IndexMask(MaskData):
             offset = offset.view(-1, 1, 1, 1)
         scores = scores.detach()
         found = []
-        for first, last in _spans(scores.shape, block_size if base is not None else 1):
+        for first, last in spans(queries, scores.shape[:2].numel() * places * (1 if base is None else block_size)) or [(0, 0)]:
             position = torch.arange(first, last, device=scores.device)[:, None] + offset
             takes_part = _takes_part(position, keys, block_size, is_causal, local, sink_keys, base)
             part, takes_part = same_heads(scores[:, :, first:last], takes_part, "base", "scores")
@@ -325,15 +319,6 @@ def _of_one_length(lists: Sequence[Tensor]) -> list[Tensor]:
     """Lists filled up with -1 to the longest."""
     longest = max(given.shape[3] for given in lists)
     return [F.pad(given, (0, longest - given.shape[3]), value=NONE) for given in lists]
-
-
-def _spans(shape: torch.Size, keys_of_each: int) -> list[tuple[int, int]]:
-    """Queries [first, last) that are selected for together: all while tracing, else as many as fit in memory."""
-    batch, heads, queries, places = shape
-    if torch.compiler.is_compiling():
-        return [(0, queries)]
-    step = max(1, PAIRS_AT_ONCE // max(1, batch * heads * places * keys_of_each))
-    return [(first, min(first + step, queries)) for first in range(0, queries, step)] or [(0, 0)]
 
 
 def _takes_part(

@@ -192,8 +192,7 @@ class IntervalMask(MaskData):
         Raises:
             TypeError, ValueError: lengths is neither an int nor such a tensor, or side is neither "left" nor "right".
         """
-        if side not in ("left", "right"):
-            raise ValueError(f'side: expected "left" or "right", got {side!r}')
+        checks.one_of("side", side, "left", "right")
         lengths = _lengths("lengths", lengths, device)
         keys = _keys(Sk, lengths.device)
         real = keys < lengths if side == "right" else keys >= Sk - lengths
@@ -260,10 +259,7 @@ class IntervalMask(MaskData):
             TypeError: not a bool tensor.
             ValueError: a wrong shape, or a key for which there is no interval (:class:`BlockMask` takes any mask).
         """
-        checks.tensor("mask", mask, (torch.bool,))
-        if mask.dim() not in (2, 3, 4) or max(mask.shape[-2:]) > checks.MAX_LENGTH:
-            raise ValueError(f"mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape {checks.shape_of(mask)}")
-        four: Tensor = with_rank(mask, 4)
+        four = detect.four_dims(mask)
         batch, heads, queries, keys = four.shape
         found = detect.interval_of("mask", (batch, heads, queries, keys), lambda first, last: four[:, :, first:last], four.device)
         return cls._of_length(*found)
@@ -300,9 +296,8 @@ class IntervalMask(MaskData):
             TypeError: not a dense int32 tensor.
             ValueError: another shape.
         """
-        checks.tensor("tensor", tensor, (torch.int32,))
-        if tensor.dim() != 4 or tensor.shape[2] != 2 or tensor.shape[3] > checks.MAX_LENGTH:
-            raise ValueError(f"tensor: expected [B|1, H|Hkv|1, 2, Sk], got shape {checks.shape_of(tensor)}")
+        checks.shaped("tensor", tensor, "[B|1, H|Hkv|1, 2, Sk]", (torch.int32,))
+        checks.length("Sk", tensor.shape[3])
         return cls._of_length(tensor[:, :, 0], tensor[:, :, 1])
 
     @classmethod
@@ -343,9 +338,7 @@ class IntervalMask(MaskData):
                 with ``is_causal=False``, or a base under which a dropped key could come back (sliding window, prefix, ...): intersect with such
                 a mask after selecting, ``top_k(scores, window) & other``.
         """
-        checks.tensor("scores", scores, checks.DTYPES["cpu"])
-        if scores.dim() != 3:
-            raise ValueError(f"scores: expected 3 dimensions [B, Hkv, Sk], got shape {checks.shape_of(scores)}")
+        checks.shaped("scores", scores, "[B, Hkv, Sk]", checks.DTYPES["cpu"])
         if scores.shape[2] > checks.MAX_LENGTH:
             raise ValueError(f"scores: expected at most {checks.MAX_LENGTH} keys, got shape {checks.shape_of(scores)}")
         checks.flag("is_causal", is_causal)
@@ -431,8 +424,7 @@ class IntervalMask(MaskData):
         Raises:
             ValueError: segments is neither "causal" nor "whole".
         """
-        if segments not in ("causal", "whole"):
-            raise ValueError(f'segments: expected "causal" or "whole", got {segments!r}')
+        checks.one_of("segments", segments, "causal", "whole")
         return self._replace(segments=segments)
 
     def shift(self, n: int | Tensor) -> IntervalMask:
@@ -446,7 +438,7 @@ class IntervalMask(MaskData):
         Raises:
             TypeError, ValueError: n is neither, has another B than the mask, or lies on another device.
         """
-        by = self._position("n", n)
+        by = bounds.position("n", n, self.device, None if self.shape[0] == 1 else self.shape[0])
         start, end = (bounds.moved(bound, by) for bound in (self.start, self.end))
         return self._build(start=start, end=end, any_length=self.any_length, segments=None, most_keys=self.most_keys)
 
@@ -467,17 +459,10 @@ class IntervalMask(MaskData):
         Raises:
             TypeError, ValueError: position is neither, has another B than the mask, or lies on another device.
         """
-        p = self._position("position", position)
+        p = bounds.position("position", position, self.device, None if self.shape[0] == 1 else self.shape[0])
         start, end = same_heads(self.start, self.end, "end")
         seen: Tensor = (start <= p) & (p < end)
         return seen
-
-    def _position(self, name: str, given: object) -> Any:
-        """A position for each sequence or for all; see :func:`bounds.position`."""
-        position, batch = bounds.position(name, given, self.device), self.shape[0]
-        if isinstance(position, Tensor) and position.dim() and batch != 1 and position.shape[0] not in (1, batch):
-            raise ValueError(f"{name}: expected an int or a tensor [] or [B] with B={batch}, got [{position.shape[0]}]")
-        return position
 
     def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None) -> Any:
         if Sq is not None:
@@ -556,15 +541,9 @@ def most_selected(window: int, local: int, sink_keys: int, base: IntervalMask | 
 def segment_ends(base: IntervalMask, scores: Tensor) -> Tensor:
     """The end of each key's segment, for selection among scores [B, Hkv, Sk]; refuses what is no base for them."""
     check_base(base)
-    ends = with_rank(base.end, 3)
-    checks.same_device("base", ends, scores, "scores")
-    if ends.shape[2] != scores.shape[2] or any(
-        own not in (1, size) for own, size in zip(ends.shape[:2], scores.shape[:2], strict=True)
-    ):
-        raise ValueError(
-            f"base: expected a mask for [B, Hkv, Sk] = {checks.shape_of(scores)}, got one for {checks.shape_of(ends)}"
-        )
-    return ends
+    batch, heads, keys = scores.shape
+    like = ((), scores, "scores")
+    return checks.shaped("base", with_rank(base.end, 3), "[B|1, Hkv|1, Sk]", *like, B=batch, Hkv=heads, Sk=keys)
 
 
 def select_interval(
@@ -612,9 +591,7 @@ def _keys(Sk: int, device: torch.device | str | None) -> Tensor:
 def _lengths(name: str, given: Any, device: torch.device | str | None) -> Tensor:
     """[B, 1, 1] int32 from an int or a [B] tensor of integers."""
     if isinstance(given, Tensor):
-        checks.tensor(name, given)
-        if given.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name}: expected dtype int32 or int64, got {given.dtype}")
+        checks.tensor(name, given, (torch.int32, torch.int64))
         if given.dim() > 1:
             raise ValueError(f"{name}: expected an int or a tensor [B], got shape {checks.shape_of(given)}")
         if checks.values_are_known(given) and given.numel() > 0:
@@ -639,12 +616,10 @@ def _segments_from_ends(Sk: int, cu_seqlens: object) -> tuple[Tensor, Tensor]:
 
 
 def _segments_from_ids(Sk: int, ids: object) -> tuple[Tensor, Tensor]:
-    given = checks.tensor("ids", ids)
-    if given.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ids: expected dtype int32 or int64, got {given.dtype}")
+    given = checks.tensor("ids", ids, (torch.int32, torch.int64))
     if given.dim() not in (1, 2) or given.shape[-1] != Sk:
         raise ValueError(f"ids: expected [Sk] or [B, Sk] with Sk={Sk}, got shape {checks.shape_of(given)}")
-    given = given if given.dim() == 2 else given[None]
+    given = with_rank(given, 2)
     keys = torch.arange(Sk, dtype=torch.int32, device=given.device).expand_as(given)
     changes = torch.cat([torch.ones_like(given[:, :1], dtype=torch.bool), given[:, 1:] != given[:, :-1]], dim=1)
     start = torch.where(changes, keys, 0).cummax(dim=1).values

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.masks.heads import with_rank
 
 
 def interval_of(enter: object, leave: object) -> tuple[Tensor, Tensor]:
@@ -47,14 +48,11 @@ def _steps(length: int) -> int:
 
 
 def _numbers(name: str, given: object) -> Tensor:
-    tensor = checks.tensor(name, given)
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: expected dtype int32 or int64, got {tensor.dtype}")
-    if tensor.dim() not in (1, 2):
-        raise ValueError(f"{name}: expected [Sk] or [B, Sk], got shape {checks.shape_of(tensor)}")
-    if tensor.shape[-1] > checks.MAX_LENGTH:
-        raise ValueError(f"{name}: expected at most {checks.MAX_LENGTH} keys, got shape {checks.shape_of(tensor)}")
-    return tensor if tensor.dim() == 2 else tensor[None]
+    numbers = checks.tensor(name, given, (torch.int32, torch.int64))
+    if numbers.dim() not in (1, 2) or numbers.shape[-1] > checks.MAX_LENGTH:
+        expected = f"[Sk] or [B, Sk] with at most {checks.MAX_LENGTH} keys"
+        raise ValueError(f"{name}: expected {expected}, got shape {checks.shape_of(numbers)}")
+    return with_rank(numbers, 2)
 
 
 def _check_order(parents: Tensor) -> None:

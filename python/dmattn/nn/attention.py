@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,9 @@ from dmattn.nn.mixed_cache import MixedCache, cache_of_layer
 from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.projections import RotatedProjections
 from dmattn.nn.recipe import ScoreRecipe, recommended_sizes
-from dmattn.nn.scores import explored, initial_slopes, of_selecting_heads, slopes_of, with_recency
-from dmattn.nn.shards import own_part
+from dmattn.nn.scores import explored, of_selecting_heads, slopes_of, with_recency
 from dmattn.renamed import HidesOldNames, renamed, renamed_attribute, with_new_names
+from dmattn.sharding import own_part
 
 if torch.distributed.is_available():
     from dmattn.distributed.attention import context_parallel_attention
@@ -114,10 +114,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         else:
             self.score_proj = nn.Linear(embed_dim, num_kv_heads, device=device, dtype=dtype)
             nn.init.zeros_(self.score_proj.weight), nn.init.zeros_(self.score_proj.bias)
-        if recipe.recency is None:
-            self.log_slope = None
-        else:
-            self.log_slope = nn.Parameter(initial_slopes(recipe.recency, num_kv_heads).to(device, dtype))
+        self._add_slopes(recipe.recency, device, dtype)
         self.o_proj = linear(num_heads * head_dim, embed_dim)
 
     @classmethod
@@ -161,9 +158,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
 
     def _set_heads(self, recipe: ScoreRecipe) -> None:
         """Says which heads are local and which rotate."""
-        heads = recipe.local_heads
-        self.local_heads = heads if heads != "half" else self.num_kv_heads // 2 if self.local else 0
-        checks.local_heads(self.local_heads, self.num_kv_heads, self.local)
+        self._set_local_heads(recipe.local_heads, self.local)
         if recipe.recency is not None and not self.is_causal:
             raise ValueError(f"recency: expected None with is_causal=False, got {recipe.recency}")
         if recipe.rotated_heads == "local":
@@ -181,10 +176,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         [B, S, E] otherwise."""
         if self.scores_values:
             return key_scores(source, self.dt_proj, own_part(self.A, source))
-        scores = checks.tensor("score", self.score_proj(source))
-        if scores.dim() != 3:
-            raise ValueError(f"score: expected a module that returns [B, S, Hkv], got {checks.shape_of(scores)}")
-        return scores.transpose(1, 2)
+        return checks.shaped("score", self.score_proj(source), "[B, S, Hkv]").transpose(1, 2)
 
     def _scores(self, hidden_states: Tensor, value: Tensor) -> Tensor:
         """The scores of this rank's key heads, of which value [B, Hkv, S, D] says how many there are."""
@@ -192,9 +184,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         self._check_dealt_out(heads)
         source = value if self.scores_values else hidden_states
         scores = self.scores(source.detach() if self.recipe.select_only else source)
-        if scores.shape != (batch, heads, length):
-            got = checks.shape_of(scores.transpose(1, 2))
-            raise ValueError(f"score: expected a module that returns [B, S, Hkv] = {[batch, length, heads]}, got {got}")
+        checks.shaped("score", scores.transpose(1, 2), "[B, S, Hkv]", B=batch, S=length, Hkv=heads)
         return scores
 
     def ranked(self, hidden_states: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -234,20 +224,6 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
             dtype=weight.dtype, device=weight.device,
         )  # fmt: skip
 
-    @overload
-    def forward(
-        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | MixedCache | None = None, *,
-        window: int | None = None, with_score_loss: Literal[False] = False, lengths: Tensor | None = None,
-        padding_side: PaddingSide = "right", position_ids: Tensor | None = None, rotation: tuple[Tensor, Tensor] | None = None,
-        group: ProcessGroup | None = None,
-    ) -> Tensor: ...  # fmt: skip
-    @overload
-    def forward(
-        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | MixedCache | None = None, *,
-        window: int | None = None, with_score_loss: Literal[True], lengths: Tensor | None = None,
-        padding_side: PaddingSide = "right", position_ids: Tensor | None = None, rotation: tuple[Tensor, Tensor] | None = None,
-        group: ProcessGroup | None = None,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         hidden_states: Tensor,
@@ -370,14 +346,8 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         """[B, H, S, D]: attention of the next tokens to what the cache holds and to each other."""
         checks.instance("cache", cache, (BoundedCache, MixedCache), "a dmattn.BoundedCache or a dmattn.nn.MixedCache")
         self._check_cached()
-        if self.training and self.dropout > 0:
-            raise ValueError(
-                f"cache: expected a layer in eval mode or without dropout, got one that trains with dropout={self.dropout}"
-            )
-        batch, length = hidden_states.shape[:2]
-        if batch != cache.batch_size:
-            raise ValueError(f"hidden_states: expected [B, S, E] with B={cache.batch_size} like the cache, got B={batch}")
-        positions = None if self.rope_theta is None else cache.next_positions(length, lengths, padding_side)
+        self._check_generates(hidden_states, cache.batch_size)
+        positions = None if self.rope_theta is None else cache.next_positions(hidden_states.shape[1], lengths, padding_side)
         query, key, value = self.projected(hidden_states, positions)
         parts = (cache.streaming, cache.selecting) if isinstance(cache, MixedCache) else (cache,)
         wanted = [(key.shape[1] - self.local_heads, self.sink_keys, self.local, self.window)]

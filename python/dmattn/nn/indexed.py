@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dmattn import checks
 from dmattn.attention import attention
@@ -19,7 +19,7 @@ from dmattn.nn.indexer import Indexer, IndexProjections
 from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.projections import RotatedProjections
 from dmattn.nn.recipe import IndexRecipe, recommended_sizes
-from dmattn.nn.scores import drawn_rows, initial_slopes, recency_of, slopes_of, with_dense_rows
+from dmattn.nn.scores import drawn_rows, recency_of, slopes_of, with_dense_rows
 from dmattn.sharding import any_sharded
 
 if torch.distributed.is_available():  # torch can be built without it
@@ -102,14 +102,12 @@ class IndexedAttention(RotatedProjections):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = self._set_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
         checks.selection(window, local, sink_keys, True)
-        if not isinstance(recipe, IndexRecipe | None):
-            raise TypeError(f"recipe: expected None or an IndexRecipe, got {checks.type_of(recipe)}")
+        checks.instance("recipe", recipe, IndexRecipe | None, "None or an IndexRecipe")
         self.recipe = recipe = IndexRecipe() if recipe is None else recipe
         self.window, self.local, self.sink_keys = window, local, sink_keys
         self._set_options(rope_theta, dropout)
         self.partial_rotary_factor = recipe.rotary_factor
-        self.local_heads = recipe.local_heads if recipe.local_heads != "half" else num_kv_heads // 2 if local else 0
-        checks.local_heads(self.local_heads, num_kv_heads, local)
+        self._set_local_heads(recipe.local_heads, local)
         linear = self._add_projections(bias, device, dtype)
         self.groups = num_kv_heads - self.local_heads if recipe.groups == "heads" else recipe.groups
         self.indexer: Indexer | None = None
@@ -121,10 +119,7 @@ class IndexedAttention(RotatedProjections):
                 embed_dim, self.groups, k=window // recipe.block_size, num_heads=recipe.index_heads, head_dim=recipe.index_dim,
                 block_size=recipe.block_size, block_score=recipe.block_score, local=local, sink_keys=sink_keys, device=device, dtype=dtype,
             )  # fmt: skip
-        if recipe.recency is None:
-            self.log_slope = None
-        else:
-            self.log_slope = nn.Parameter(initial_slopes(recipe.recency, num_kv_heads).to(device, dtype))
+        self._add_slopes(recipe.recency, device, dtype)
         self.o_proj = linear(num_heads * head_dim, embed_dim)
 
     @classmethod
@@ -145,8 +140,7 @@ class IndexedAttention(RotatedProjections):
         Raises:
             TypeError, ValueError: as the constructor, or visible is no multiple of 4, or there is one key head alone.
         """
-        chosen: dict[str, Any] = {**recommended_sizes(num_heads, num_kv_heads, visible)}
-        recipe = options.get("recipe")
+        chosen, recipe = recommended_sizes(num_heads, num_kv_heads, visible), options.get("recipe")
         if isinstance(recipe, IndexRecipe):
             checks.positive_int("block_size", recipe.block_size)
             chosen["window"] -= chosen["window"] % recipe.block_size
@@ -154,20 +148,6 @@ class IndexedAttention(RotatedProjections):
 
     # The whole sequence -----------------------------------------------------------------------------------------------------------
 
-    @overload
-    def forward(
-        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: IndexedCache | None = None, *,
-        index_mask: IndexMask | None = None, with_index_loss: Literal[False] = False, return_index_mask: Literal[False] = False,
-        lengths: Tensor | None = None, padding_side: PaddingSide = "right", position_ids: Tensor | None = None,
-        rotation: tuple[Tensor, Tensor] | None = None, group: ProcessGroup | None = None,
-    ) -> Tensor: ...  # fmt: skip
-    @overload
-    def forward(
-        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: IndexedCache | None = None, *,
-        index_mask: IndexMask | None = None, with_index_loss: bool = False, return_index_mask: bool = False,
-        lengths: Tensor | None = None, padding_side: PaddingSide = "right", position_ids: Tensor | None = None,
-        rotation: tuple[Tensor, Tensor] | None = None, group: ProcessGroup | None = None,
-    ) -> Any: ...  # fmt: skip
     def forward(
         self,
         hidden_states: Tensor,
@@ -208,8 +188,7 @@ class IndexedAttention(RotatedProjections):
             RuntimeError: a cache while gradients are on.
         """
         self._check_hidden(hidden_states)
-        for name, flag in (("with_index_loss", with_index_loss), ("return_index_mask", return_index_mask)):
-            checks.flag(name, flag)
+        checks.each(checks.flag, with_index_loss=with_index_loss, return_index_mask=return_index_mask)
         if index_mask is None and self.indexer is None:
             raise ValueError("index_mask: expected the lists of another layer for a layer with groups=0, got None")
         given = {"base": base is not None, "with_index_loss": with_index_loss, "position_ids": position_ids is not None}
@@ -289,19 +268,13 @@ class IndexedAttention(RotatedProjections):
             parts.append(attention(query, key, value, seen, key_bias=bias, is_causal=True, **shared))
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
-    def _checked_lists(self, index_mask: object, query: Tensor) -> IndexMask:
+    def _checked_lists(self, index_mask: Any, query: Tensor) -> IndexMask:
         """The lists with this layer's local window and sinks."""
-        if not isinstance(index_mask, IndexMask):
-            raise TypeError(f"index_mask: expected an IndexMask, got {checks.type_of(index_mask)}")
-        batch, selecting = query.shape[0], self.num_kv_heads - self.local_heads
-        if (
-            not index_mask.fits(query.shape[2])
-            or index_mask.shape[0] not in (1, batch)
-            or index_mask.shape[1] not in (1, selecting)
-        ):
-            expected = f"[B|1, {selecting}|1, S, K] with B={batch}, S={query.shape[2]}"
-            raise ValueError(f"index_mask: expected lists {expected}, got {checks.shape_of(index_mask.indices)}")
-        return index_mask._replace(is_causal=True, local=self.local, sink_keys=self.sink_keys)
+        checks.instance("index_mask", index_mask, IndexMask, "an IndexMask")
+        sizes = {"B": query.shape[0], "heads": self.num_kv_heads - self.local_heads, "S": query.shape[2]}
+        checks.shaped("index_mask", index_mask.indices, "[B|1, heads|1, S, K]", **sizes)
+        lists: IndexMask = index_mask
+        return lists._replace(is_causal=True, local=self.local, sink_keys=self.sink_keys)
 
     def _taught(self, chunk: Chunk, index: IndexProjections, out: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
         """out, in which a few queries see all keys if the recipe says so, and the loss of the indexer for them."""
@@ -345,23 +318,14 @@ class IndexedAttention(RotatedProjections):
         self, hidden_states: Tensor, cache: IndexedCache, index_mask: IndexMask | None, lengths: Tensor | None, padding_side: PaddingSide
     ) -> tuple[Tensor, IndexMask]:  # fmt: skip
         """[B, H, S, D]: attention of the next tokens to what the cache holds and to each other; and their lists."""
-        if not isinstance(cache, IndexedCache):
-            raise TypeError(f"cache: expected a dmattn.nn.IndexedCache, got {type(cache).__name__}")
-        if self.training and self.dropout > 0:
-            raise ValueError(
-                f"cache: expected a layer in eval mode or without dropout, got one that trains with dropout={self.dropout}"
-            )
-        length = hidden_states.shape[1]
-        if hidden_states.shape[0] != cache.batch_size:
-            raise ValueError(
-                f"hidden_states: expected [B, S, E] with B={cache.batch_size} like the cache, got B={hidden_states.shape[0]}"
-            )
+        checks.instance("cache", cache, IndexedCache, "a dmattn.nn.IndexedCache")
+        self._check_generates(hidden_states, cache.batch_size)
         own = (0, 0, 0) if not self.local_heads else (self.local_heads, self.local, self.sink_keys)
         if cache._local_sizes != own:
             raise ValueError(
                 f"cache: expected one with local_heads, local and sink_keys = {own} like the layer, got {cache._local_sizes}"
             )
-        positions = None if self.rope_theta is None else cache.next_positions(length, lengths, padding_side)
+        positions = None if self.rope_theta is None else cache.next_positions(hidden_states.shape[1], lengths, padding_side)
         query, key, value = self.projected(hidden_states, positions)
         self._check_not_dealt_out(query, key, value)
         if torch.is_grad_enabled() and key.requires_grad:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,11 +77,9 @@ class IndexedCache(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "max_length": max_length, "head_dim": head_dim}
-        for name, size in {**sizes, "index_dim": index_dim}.items():
-            checks.positive_int(name, size)
-        for name, size in (("groups", groups), ("sink_keys", sink_keys), ("rewind", rewind)):
-            checks.natural_int(name, size)
+        checks.each(checks.positive_int, batch_size=batch_size, num_kv_heads=num_kv_heads, max_length=max_length)
+        checks.each(checks.positive_int, head_dim=head_dim, index_dim=index_dim)
+        checks.each(checks.natural_int, groups=groups, sink_keys=sink_keys, rewind=rewind)
         if max_length >= checks.MAX_LENGTH:
             raise ValueError(f"max_length: expected less than {checks.MAX_LENGTH}, got {max_length}")
         checks.local_heads(local_heads, num_kv_heads, local)
@@ -176,25 +174,18 @@ class IndexedCache(nn.Module):
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, index: IndexProjections | None) -> None:
         """Refuses tensors that do not belong together or to the cache."""
-        for name, given in (("query", query), ("key", key), ("value", value)):
-            if checks.tensor(name, given).dim() != 4:
-                raise ValueError(f"{name}: expected 4 dimensions, got shape {checks.shape_of(given)}")
-            checks.same_device(name, given, self.key, "the cache")
-        expected = [self.batch_size, self.num_kv_heads, query.shape[2], self.key.shape[3]]
-        for name, given in (("key", key), ("value", value)):
-            if list(given.shape) != expected:
-                raise ValueError(
-                    f"{name}: expected [B, Hkv, T, D] = {expected} like the cache and query, got {checks.shape_of(given)}"
-                )
-        if query.shape[0] != expected[0] or query.shape[1] % expected[1] or query.shape[3] != expected[3]:
-            raise ValueError(f"query: expected [B, H, T, D] for a key {expected}, got {checks.shape_of(query)}")
         batch, groups, _, index_dim = self.index_key.shape
+        kv_heads, head_dim, like = self.num_kv_heads, self.key.shape[3], (self.key, "the cache")
+        _, heads, tokens, _ = checks.shaped("query", query, "[B, H, T, D]", (), *like, B=batch, D=head_dim).shape
+        if heads % kv_heads:
+            raise ValueError(f"query: expected [B, H, T, D] with a multiple H of Hkv={kv_heads}, got {checks.shape_of(query)}")
+        for name, given in (("key", key), ("value", value)):
+            checks.shaped(name, given, "[B, Hkv, T, D]", (), *like, B=batch, Hkv=kv_heads, T=tokens, D=head_dim)
         given_groups = 0 if index is None else index.key.shape[1]
         if given_groups != groups:
             raise ValueError(f"cache: expected one with {given_groups} groups of index keys like the layer, got {groups}")
-        if index is not None and list(index.key.shape) != [batch, groups, expected[2], index_dim]:
-            expected = [batch, groups, expected[2], index_dim]
-            raise ValueError(f"index: expected keys [B, G, T, Di] = {expected} like the cache, got {checks.shape_of(index.key)}")
+        if index is not None:
+            checks.shaped("index.key", index.key, "[B, G, T, Di]", (), *like, B=batch, G=groups, T=tokens, Di=index_dim)
 
     def _write(self, key: Tensor, value: Tensor, index: IndexProjections | None, real: Tensor) -> None:
         """Puts the first ``real`` [B] tokens of each sequence behind those that are there, and all others in the last place."""
@@ -247,8 +238,6 @@ class IndexedCache(nn.Module):
 
     def reset(self, rows: Tensor | Sequence[int] | int | None = None) -> None:
         """Makes sequences empty, see :meth:`dmattn.BoundedCache.reset`."""
-        if isinstance(rows, Iterable) and not isinstance(rows, Tensor):
-            rows = list(rows)  # an iterator gives its numbers once
         chosen = chosen_rows(rows, self.key)
         if self.streaming is not None:
             self.streaming.reset(chosen)

@@ -61,14 +61,11 @@ class Indexer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("embed_dim", embed_dim), ("groups", groups), ("num_heads", num_heads), ("head_dim", head_dim)):
-            checks.positive_int(name, size)
+        checks.each(checks.positive_int, embed_dim=embed_dim, groups=groups, num_heads=num_heads, head_dim=head_dim)
         if num_heads > MAX_INDEX_HEADS:
             raise ValueError(f"num_heads: expected at most {MAX_INDEX_HEADS}, got {num_heads}")
-        if head_dim % 8 or head_dim > checks.MAX_HEAD_DIM:
-            raise ValueError(f"head_dim: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {head_dim}")
-        for name, size in (("k", k), ("local", local), ("sink_keys", sink_keys)):
-            checks.natural_int(name, size)
+        checks.head_size("head_dim", head_dim)
+        checks.each(checks.natural_int, k=k, local=local, sink_keys=sink_keys)
         checked_block_score(block_score, block_size)
         self.groups, self.k, self.num_heads, self.head_dim = groups, k, num_heads, head_dim
         self.block_size, self.block_score, self.local, self.sink_keys = block_size, block_score, local, sink_keys

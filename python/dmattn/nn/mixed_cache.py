@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dmattn import checks
-from dmattn.cache import BoundedCache, PaddingSide
+from dmattn.cache import BoundedCache, PaddingSide, chosen_rows
 from dmattn.cache_chunk import CacheCall
 
 
@@ -73,10 +73,9 @@ class MixedCache(nn.Module):
 
     def reset(self, rows: Tensor | Sequence[int] | int | None = None) -> None:
         """See :meth:`dmattn.BoundedCache.reset`."""
-        if isinstance(rows, Iterable) and not isinstance(rows, Tensor):
-            rows = list(rows)  # an iterator gives its numbers once
-        self.streaming.reset(rows)
-        self.selecting.reset(rows)
+        chosen = chosen_rows(rows, self.selecting.key)
+        self.streaming.reset(chosen)
+        self.selecting.reset(chosen)
 
     def next_positions(self, tokens: int, lengths: Tensor | None = None, padding_side: PaddingSide = "right") -> Tensor:
         """See :meth:`dmattn.BoundedCache.next_positions`."""

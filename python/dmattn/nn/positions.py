@@ -7,18 +7,14 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.masks import IntervalMask
+from dmattn.masks.heads import with_rank
 
 
 def checked_positions(position_ids: object, hidden_states: Tensor) -> Tensor:
     """position_ids as [B|1, S], for hidden states [B, S, E]."""
-    given = checks.tensor("position_ids", position_ids, (torch.int32, torch.int64), hidden_states, "hidden_states")
-    batch, length = hidden_states.shape[:2]
-    rows = given[None] if given.dim() == 1 else given
-    if rows.dim() != 2 or rows.shape[0] not in (1, batch) or rows.shape[1] != length:
-        raise ValueError(
-            f"position_ids: expected [S] or [B|1, S] with B={batch}, S={length} like hidden_states, got {checks.shape_of(given)}"
-        )
-    return rows
+    rows = with_rank(checks.tensor("position_ids", position_ids), 2)
+    like, sizes = (hidden_states, "hidden_states"), {"B": hidden_states.shape[0], "S": hidden_states.shape[1]}
+    return checks.shaped("position_ids", rows, "[B|1, S]", (torch.int32, torch.int64), *like, **sizes)
 
 
 def documents_of(positions: Tensor, is_causal: bool) -> IntervalMask:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dmattn import checks
 from dmattn.nn.opaque import is_opaque
 from dmattn.nn.rotation import both_turned, rotated, rotation_table, turning_pairs
+from dmattn.nn.scores import initial_slopes
 from dmattn.unsupported import scripting_refused
 
 
@@ -30,9 +31,7 @@ class RotatedProjections(nn.Module):
 
     def _set_sizes(self, embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
         """Checks them, and gives the head size."""
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        for name, size in sizes.items() if head_dim is None else (*sizes.items(), ("head_dim", head_dim)):
-            checks.positive_int(name, size)
+        checks.each(checks.positive_int, embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {num_kv_heads}")
         if head_dim is None and embed_dim % num_heads:
@@ -40,8 +39,8 @@ class RotatedProjections(nn.Module):
                 f"embed_dim: expected a multiple of num_heads={num_heads} when head_dim is not given, got {embed_dim}"
             )
         head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        if head_dim % 8 or head_dim > checks.MAX_HEAD_DIM:
-            raise ValueError(f"head_dim: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {head_dim}")
+        checks.positive_int("head_dim", head_dim)
+        checks.head_size("head_dim", head_dim)
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
         return head_dim
 
@@ -61,10 +60,25 @@ class RotatedProjections(nn.Module):
         self.v_proj = linear(self.embed_dim, self.num_kv_heads * self.head_dim)
         return linear
 
+    def _set_local_heads(self, wanted: int | Literal["half"], local: int) -> None:
+        """How many key heads see ``local`` keys and sinks alone, of what a recipe says."""
+        self.local_heads = wanted if wanted != "half" else self.num_kv_heads // 2 if local else 0
+        checks.local_heads(self.local_heads, self.num_kv_heads, local)
+
+    def _add_slopes(self, recency: float | None, device: Any, dtype: Any) -> None:
+        slopes = None if recency is None else nn.Parameter(initial_slopes(recency, self.num_kv_heads).to(device, dtype))
+        self.log_slope: nn.Parameter | None = slopes
+
+    def _check_generates(self, hidden_states: Tensor, batch: int) -> None:
+        """Refuses what does not go with a cache of so many sequences."""
+        if self.training and self.dropout > 0:
+            raise ValueError(
+                f"cache: expected a layer in eval mode or without dropout, got one that trains with dropout={self.dropout}"
+            )
+        checks.shaped("hidden_states", hidden_states, "[B, S, E]", B=batch)
+
     def _check_hidden(self, hidden_states: object) -> None:
-        given = checks.tensor("hidden_states", hidden_states)
-        if given.dim() != 3 or given.shape[2] != self.embed_dim:
-            raise ValueError(f"hidden_states: expected [B, S, E] with E={self.embed_dim}, got {checks.shape_of(given)}")
+        checks.shaped("hidden_states", hidden_states, "[B, S, E]", E=self.embed_dim)
 
     def _check_without_cache(self, lengths: Tensor | None, padding_side: object) -> None:
         if lengths is not None:
@@ -116,8 +130,8 @@ class RotatedProjections(nn.Module):
             if self.rotated_heads is not None:
                 self._check_dealt_out(key.shape[2])
             batch, length = query.shape[:2]
-            if positions is not None and (positions.shape[0] not in (1, batch) or positions.shape[1] != length):
-                raise ValueError(f"positions: expected [B|1, S] with B={batch}, S={length}, got {checks.shape_of(positions)}")
+            if positions is not None:
+                checks.shaped("positions", positions, "[B|1, S]", B=batch, S=length)
             if rotation is not None:
                 query, key = both_turned(query, key, rotation, heads)
             elif is_opaque(query) and turning_pairs(self.head_dim, self.partial_rotary_factor):
@@ -145,8 +159,7 @@ class RotatedProjections(nn.Module):
         """
         if self.rope_theta is None:
             raise ValueError("rotation: expected a layer with rope_theta, got one with None")
-        if checks.tensor("positions", positions).dim() != 2:
-            raise ValueError(f"positions: expected [B|1, S], got shape {checks.shape_of(positions)}")
+        checks.shaped("positions", positions, "[B|1, S]")
         dtype = self.q_proj.weight.dtype if dtype is None else dtype
         if dtype not in checks.DTYPES["cpu"]:
             raise TypeError(f"dtype: expected that of query and key, a floating-point one, got {dtype}")
@@ -160,13 +173,9 @@ class RotatedProjections(nn.Module):
             raise TypeError(
                 f"rotation: expected the two tensors that layer.rotation(positions) gives, got {checks.type_of(rotation)}"
             )
-        batch, length = query.shape[:2]
-        pairs = turning_pairs(self.head_dim, self.partial_rotary_factor)
+        sizes = {"B": query.shape[0], "S": query.shape[1], "pairs": turning_pairs(self.head_dim, self.partial_rotary_factor)}
         for part in rotation:
-            if part.dim() != 4 or part.shape[0] not in (1, batch) or [*part.shape[1:]] != [length, 1, pairs]:
-                expected = f"two tensors [B|1, S, 1, rotating pairs] with B={batch}, S={length} and {pairs} pairs"
-                raise ValueError(f"rotation: expected {expected}, got {checks.shape_of(part)}")
-            checks.same_device("rotation", part, query)
+            checks.shaped("rotation", part, "[B|1, S, 1, pairs]", (), query, **sizes)
             if part.dtype != query.dtype and not torch._C._is_any_autocast_enabled():
                 expected = str(query.dtype).removeprefix("torch.")
                 got = str(part.dtype).removeprefix("torch.")

@@ -115,8 +115,7 @@ def _check_common(recipe: ScoreRecipe | IndexRecipe) -> None:
         raise ValueError(f"recency: expected None, or a number > 0, got {recipe.recency}")
     if not isinstance(recipe.local_heads, str) or recipe.local_heads != "half":
         checks.natural_int("local_heads", recipe.local_heads)
-    for name in ("sharp", "explore"):
-        checks.flag(name, getattr(recipe, name))
+    checks.each(checks.flag, sharp=recipe.sharp, explore=recipe.explore)
     checks.number_drawn("queries", recipe.queries)
     checks.number("last", recipe.last, low=0.0, high=1.0)
 

@@ -32,11 +32,8 @@ def rotate(x: Tensor, theta: float, positions: Tensor | None = None, factor: flo
         raise ValueError(f"theta: expected a number > 0, got {theta}")
     checks.number("factor", factor, low=0.0, high=1.0)
     if positions is not None:
-        shape = checks.tensor("positions", positions).shape
-        checks.dtype("positions", positions, (torch.int64, torch.int32, torch.int16, torch.uint8, *checks.DTYPES["cpu"]))
-        checks.same_device("positions", positions, x, "x")
-        if len(shape) != 2 or shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[2]:
-            raise ValueError(f"positions: expected [B|1, S] with B={x.shape[0]}, S={x.shape[2]}, got {list(shape)}")
+        dtypes = (torch.int64, torch.int32, torch.int16, torch.uint8, *checks.DTYPES["cpu"])
+        checks.shaped("positions", positions, "[B|1, S]", dtypes, x, "x", B=x.shape[0], S=x.shape[2])
     if positions is None:
         positions = torch.arange(x.shape[2], device=x.device)[None]
     table = rotation_table(positions, x.shape[3], theta, factor, x.dtype)

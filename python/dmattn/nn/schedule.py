@@ -37,10 +37,8 @@ class WindowSchedule:
     multiple: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("window", "length", "multiple"):
-            checks.positive_int(name, getattr(self, name))
-        for name in ("dense_steps", "fall_steps"):
-            checks.natural_int(name, getattr(self, name))
+        checks.each(checks.positive_int, window=self.window, length=self.length, multiple=self.multiple)
+        checks.each(checks.natural_int, dense_steps=self.dense_steps, fall_steps=self.fall_steps)
         if self.length < self.window:
             raise ValueError(f"length: expected at least window={self.window}, got {self.length}")
 

@@ -139,8 +139,8 @@ def explored(
     query, key, value = autocast(query, key, value)
     sizes = sizes_of(query, key, value)
     options = options_of(sizes, None, True, scale, softcap)
-    if checks.tensor("out", out).shape != (*query.shape[:3], value.shape[3]):
-        raise ValueError(f"out: expected [B, H, S, Dv] = {[*query.shape[:3], value.shape[3]]}, got {checks.shape_of(out)}")
+    batch, heads, length, _ = query.shape
+    checks.shaped("out", out, "[B, H, S, Dv]", B=batch, H=heads, S=length, Dv=value.shape[3])
     key_bias = None if key_bias is None else key_bias_rows(key_bias, sizes)
     checks.number_drawn("queries", queries)
     checks.number("last", last, low=0.0, high=1.0)
@@ -386,18 +386,9 @@ def _explored_backward(
     is_real = _real(rows + first, ends)
     of_dense = torch.where(_is_first(rows)[:, None], grad.index_select(2, rows), 0.0).to(dense.dtype)
     options = (key_bias, None, None, False, scale, softcap, 0.0, False, key_bias is not None, False, rest)
-    of_drawn, of_key, of_value, of_bias, _ = torch.ops.dmattn.backward(
-        of_dense,
-        None,
-        _drawn_queries(query, rows, is_real),
-        key,
-        value,
-        dense,
-        lse,
-        *_bounds(rows + first, key, ends),
-        *NO_MASK[2:],
-        *options,
-    )
+    given = (of_dense, None, _drawn_queries(query, rows, is_real), key, value, dense, lse)
+    seen = _bounds(rows + first, key, ends)
+    of_drawn, of_key, of_value, of_bias, _ = torch.ops.dmattn.backward(*given, *seen, *NO_MASK[2:], *options)
     if is_real is not None:
         of_drawn = torch.where(repeat_heads(is_real, query.shape[1])[..., None], of_drawn, 0.0)
     of_query = torch.zeros_like(query).index_add_(2, rows, of_drawn)

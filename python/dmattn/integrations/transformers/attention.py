@@ -187,14 +187,10 @@ def _both(mask: Mask | Tensor | None, other: IntervalMask | IndexMask | None, qu
 
 def _listed(name: str, indices: Tensor, query: Tensor, key: Tensor, block_size: int = 1) -> IndexMask:
     """The mask of listed keys, or blocks of keys, which may be more than causality shows."""
-    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
-    lists = indices[:, None] if name == "indices" and indices.dim() == 3 else indices
+    sizes, keys = {"B": query.shape[0], "Hkv": key.shape[1], "Sq": query.shape[2]}, key.shape[2]
     layout = "[B, Sq, n]" if name == "indices" else "[B, Hkv|1, Sq, n]"
-    fits = lists.dim() == 4 and lists.shape[0] == batch and lists.shape[1] in (1, key.shape[1]) and lists.shape[2] == queries
-    if not fits or (name == "indices") != (indices.dim() == 3) or indices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{name}: expected integers {layout} with B={batch}, Hkv={key.shape[1]}, Sq={queries}, got {indices.dtype} {list(indices.shape)}"
-        )
+    lists = checks.shaped(name, indices, layout, (torch.int32, torch.int64), **sizes)
+    lists = lists[:, None] if name == "indices" else lists
     lists = torch.where((lists < 0) | (lists * block_size >= keys), -1, lists)
     unit = next(unit for unit in (128, 64, 32, 16, 8, 4, 2, 1) if block_size % unit == 0)
     if unit != block_size:  # blocks that no mask has are listed in parts

@@ -15,7 +15,14 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from dmattn import checks
 from dmattn.integrations.transformers.cache import REWIND
 from dmattn.integrations.transformers.indexed import INDEXED, INDEXED_FIELD, add_indexer, check_index_settings
-from dmattn.integrations.transformers.layers import SelectingAttention, check_model, converted, selecting_layers, unwrapped
+from dmattn.integrations.transformers.layers import (
+    SelectingAttention,
+    check_layer,
+    check_model,
+    converted,
+    selecting_layers,
+    unwrapped,
+)
 from dmattn.nn.scores import initial_slopes
 from dmattn.renamed import renamed, with_new_names
 
@@ -225,7 +232,7 @@ def _convert_layers(model: PreTrainedModel, settings: dict[str, Any], field: str
         known = ", ".join(cls.__name__ for cls in CONVERTED)
         raise ValueError(f"model: expected layers of type {known}, got none in {type(model).__name__}")
     for layer in layers:
-        _check_layer(layer)
+        check_layer(layer)
     heads = layers[0].config.num_key_value_heads
     check_settings(heads, SimpleNamespace(**settings))
     for layer in layers:
@@ -234,24 +241,6 @@ def _convert_layers(model: PreTrainedModel, settings: dict[str, Any], field: str
     model.set_attn_implementation("dmattn")
     if settings.get("select_only", True):
         model.loss_function = LossWithScores(model)
-
-
-def _check_layer(layer: Any) -> None:
-    """Refuses attention that is something else as well, which would no longer be so."""
-    config = layer.config
-    layer_types = getattr(config, "layer_types", None)
-    slides = (
-        layer_types[layer.layer_idx] == "sliding_attention"
-        if layer_types
-        else getattr(config, "sliding_window", None) is not None
-    )
-    if slides:
-        raise ValueError(
-            f"model: expected layers that do not slide, got config.sliding_window={config.sliding_window}: a selection with a sliding window "
-            "has no interval for each key; set config.sliding_window = None first, and layer_types to 'full_attention' where there are any"
-        )
-    if not getattr(config, "is_causal", True):
-        raise ValueError("model: expected config.is_causal=True, got False: a converted model is causal")
 
 
 def _check_settings(heads: int, given: SimpleNamespace) -> None:
@@ -263,8 +252,7 @@ def _check_settings(heads: int, given: SimpleNamespace) -> None:
         raise ValueError(
             f"recency: expected None, or a number > 0 with select_only=True, got {recency} with select_only={select_only}"
         )
-    if given.score not in ("exp", "linear"):
-        raise ValueError(f"score: expected 'exp' or 'linear', got {given.score!r}")
+    checks.one_of("score", given.score, "exp", "linear")
     checks.number_drawn("score_queries", given.score_queries)
     checks.natural_int("rewind", given.rewind)
 

@@ -9,7 +9,7 @@ from transformers.models.doge.modeling_doge import DogeAttention
 
 from dmattn import checks
 from dmattn.integrations.transformers.cache import REWIND
-from dmattn.integrations.transformers.layers import SelectingAttention, check_model
+from dmattn.integrations.transformers.layers import SelectingAttention, check_layer, check_model
 from dmattn.integrations.transformers.masks import select_keys
 
 M = TypeVar("M", bound=PreTrainedModel)
@@ -56,13 +56,7 @@ def enable_dynamic_mask_attention(model: M, bounded_cache: bool = False, *, rewi
     if not layers:
         raise ValueError(f"model: expected layers of type DogeAttention, got none in {type(model).__name__}")
     for layer in layers:
-        if getattr(layer.config, "sliding_window", None) is not None:
-            raise ValueError(
-                f"model: expected config.sliding_window=None, got {layer.config.sliding_window}: selection with a sliding window "
-                "has no interval for each key"
-            )
-        if not getattr(layer.config, "is_causal", True):
-            raise ValueError("model: expected config.is_causal=True, got False: the layers of Doge are causal")
+        check_layer(layer)
     model.set_attn_implementation("dmattn")
     for layer in layers:
         layer.__class__ = DynamicMaskDogeAttention

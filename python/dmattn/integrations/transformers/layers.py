@@ -304,6 +304,19 @@ def selecting_layers(model: nn.Module) -> list[SelectingAttention]:
     return layers
 
 
+def check_layer(layer: Any) -> None:
+    """Refuses attention that is something else as well, which would no longer be so."""
+    config = layer.config
+    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if types[layer.layer_idx] == "sliding_attention" if types else window is not None:
+        raise ValueError(
+            f"model: expected layers that do not slide, got config.sliding_window={window}: a selection with a sliding window has no interval "
+            "for each key; set config.sliding_window = None first, and layer_types to 'full_attention' where there are any"
+        )
+    if not getattr(config, "is_causal", True):
+        raise ValueError("model: expected config.is_causal=True, got False: a layer with dmattn's selection is causal")
+
+
 def check_model(model: object) -> None:
     """Raises TypeError for what is no transformers model itself."""
     checks.instance("model", model, PreTrainedModel, "a transformers.PreTrainedModel")

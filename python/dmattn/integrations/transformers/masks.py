@@ -103,19 +103,9 @@ def make_mask(
     device = torch.device(device)
     if config is not None and not torch.compiler.is_compiling():
         _check_layers(config.__class__)
+    given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     if _reads_masks(config):
-        whole_mask: Tensor = eager_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            mask_function,
-            attention_mask,
-            dtype,
-            use_vmap=use_vmap,
-            device=device,
-        )
+        whole_mask: Tensor = eager_mask(*given, dtype, use_vmap=use_vmap, device=device)
         return whole_mask
     # The layers of some decoders beside an encoder do not say that they are causal; the mask has to.
     allow_is_causal_skip = allow_is_causal_skip and not getattr(config, "is_encoder_decoder", False)
@@ -133,10 +123,8 @@ def make_mask(
         sizes = (batch_size, 1, q_length, kv_length)
         whole: Tensor | None = None
         if use_vmap:  # a user's function: what it says is taken as it is
-            whole = sdpa_mask(
-                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, allow_is_causal_skip=False,
-                allow_is_bidirectional_skip=False, use_vmap=True, device=device,
-            )  # fmt: skip
+            skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            whole = sdpa_mask(*given, **skips, use_vmap=True, device=device)
             if torch.compiler.is_compiling():
                 return whole
 
