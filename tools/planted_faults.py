@@ -6,14 +6,16 @@
     python tools/planted_faults.py --list --count 100                   print the sample
 
 ``mutations.py`` makes and draws them. The sources are built once with CMake. A mutation compiles again what includes its file, with the
-commands of that build, and runs the tests that TESTS names for the file until one fails; that test must pass without the mutation. CUDA
-is built for one architecture, one dtype and one head size, so that a mutation costs seconds. Ends with 1 when one survives.
+commands of that build, and runs the tests that TESTS names for its file until one fails that passes without it; after a survey, those that
+execute its function first (``executed.py``). CUDA is built for one architecture, one dtype and one head size, so that a mutation costs
+seconds. Ends with 1 when one survives.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -35,10 +37,10 @@ from mutations import AREAS, ROOT, SEED, Mutation, mutations_of, sample
 
 LIBRARY = "libdmattn_ops.so"
 RECORD = ROOT / "benchmarks/results/planted_faults.json"
-FIRST = 4  # test files that run before the rest of them
+FIRST = 30.0  # seconds of tests that run before the rest of them
 FAILED = r"^(?:FAILED|ERROR) (tests/[^\n]+?)(?: - .*)?$"
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "pytest"])
+FORKS.set_forkserver_preload(["torch", "pytest", "numpy", "torch._dynamo"])
 MEMORY = 16 << 30  # bytes that tests may map: a mutation may allocate without end
 OPS = "forward backward select dynamic_mask_attention decode huge_biases errors limits silence autograd func fuzz"
 # The test files, test_*.py below tests/, that look for a mutation: those of the first pattern that a file's path matches.
@@ -82,7 +84,10 @@ RENAMED = {"reductions": "reduce", "shape_times": "shape"}
 def tests_of(file: str) -> list[str]:
     """Names of the test files that look for mutations of a source file."""
     found, names = next((found, names) for pattern, names in TESTS if (found := re.search(pattern, file)))
-    names = found.expand(names)
+    return tests_named(found.expand(names))
+
+
+def tests_named(names: str) -> list[str]:
     return [f"test_{RENAMED.get(name, name)}.py" for name in names.split()]
 
 
@@ -93,10 +98,14 @@ def run(command: list[str], folder: Path) -> tuple[int, str]:
 
 
 class Build:
-    """The sources as they are, built once: where every mutation begins. ``size`` is the head size of CUDA kernels, None without them."""
+    """The sources as they are, built once: where every mutation begins. ``size`` is the head size of CUDA kernels, None without them.
 
-    def __init__(self, work: Path, size: int | None, arch: str, jobs: int) -> None:
+    ``made`` is a folder that CMake has built these sources in; with None that is done here.
+    """
+
+    def __init__(self, work: Path, size: int | None, arch: str, jobs: int, made: Path | None = None) -> None:
         self.source, self.build, self.site, self.size = work / "source", work / "build", work / "site", size
+        self.compiled = self.source  # the folder whose sources the commands of the build name
         shutil.rmtree(self.source, ignore_errors=True)
         shutil.copytree(ROOT, self.source, ignore=shutil.ignore_patterns(".*", "build", "dist", "results", "__pycache__"))
         beside = Path(sys.executable).parent  # cmake and ninja of a virtual environment come before those of the system
@@ -108,9 +117,12 @@ class Build:
         }  # fmt: skip
         if size:
             options |= {"DMATTN_CUDA_TYPES": "kBFloat16", "DMATTN_CUDA_SIZES": str(size), "DMATTN_CUDA_ARCHS": arch}
-        folders = ["-S", str(self.source), "-B", str(self.build)]
-        self.output([cmake, *folders, "-G", "Ninja", *(f"-D{name}={value}" for name, value in options.items())])
-        self.output([ninja, "-C", str(self.build), "-j", str(jobs)])
+        if made is not None:
+            self.build, self.compiled = made.resolve(), ROOT
+        else:
+            folders = ["-S", str(self.source), "-B", str(self.build)]
+            self.output([cmake, *folders, "-G", "Ninja", *(f"-D{name}={value}" for name, value in options.items())])
+            self.output([ninja, "-C", str(self.build), "-j", str(jobs)])
         shutil.rmtree(self.site, ignore_errors=True)
         shutil.copytree(self.source / "python/dmattn", self.site / "dmattn")
         for library in (self.build / LIBRARY, *self.build.glob("_C*.so")):
@@ -136,7 +148,7 @@ class Build:
             if (level and level[1] != self.level) or (instance and int(instance[1]) != self.size):
                 continue
             paths = (os.path.normpath(self.build / line.strip()) for line in files.splitlines()[1:])
-            if str(self.source / file) in paths:
+            if str(self.compiled / file) in paths:
                 found.append(name.strip())
         return found
 
@@ -156,6 +168,8 @@ class Planter:
     def __init__(self, base: Build, options: argparse.Namespace, is_cuda: bool) -> None:
         self.base, self.options, self.is_cuda = base, options, is_cuda
         self.compiling = threading.Semaphore(options.compilers)
+        self.passing: dict[str, tuple[float, frozenset[str]]] = {}  # seconds, and functions executed, by the name of the test
+        self.failing: set[str] = set()  # tests that fail without a mutation
 
     def plant(self, mutation: Mutation) -> tuple[str, str]:
         """What became of it, found, survived or invalid, and the test that found it or what is wrong with it."""
@@ -169,7 +183,7 @@ class Planter:
                 file.write_text(text)
             elif wrong := self.build(mutation.file, text, Path(folder)):
                 return "invalid", wrong
-            return self.test(site, tests_of(mutation.file))
+            return self.test(site, mutation)
 
     def build(self, file: str, text: str, folder: Path) -> str:
         """Leaves libraries with a changed file in ``folder/site``. Returns what is wrong, if something is."""
@@ -181,7 +195,7 @@ class Planter:
             return "no object file of this build includes it"
 
         def compile_one(name: str) -> int | None:
-            command = base.commands[name].replace(f"{base.source}/cpp", f"{source}/cpp").replace(name, made[name])
+            command = base.commands[name].replace(f"{base.compiled}/cpp", f"{source}/cpp").replace(name, made[name])
             with self.compiling:
                 return run(["sh", "-c", command + (" -Wno-error" if ".cpp.o" in name else "")], base.build)[0]
 
@@ -198,24 +212,79 @@ class Planter:
                     return f"does not link: {output[-300:]}"
         return ""
 
-    def test(self, site: Path, names: list[str]) -> tuple[str, str]:
-        files = [str(path.relative_to(self.base.source)) for name in names for path in (self.base.source / "tests").rglob(name)]
+    def survey(self, drawn: list[Mutation]) -> None:
+        """Runs the quick set of the test files that look for mutations, without one: what passes, how long, and what it executes."""
+        names = {name for mutation in drawn for name in tests_of(mutation.file)}
+        files = [path for path in (self.base.source / "tests").rglob("test_*.py") if path.name in names]
+        folder = self.base.site.parent / "executed"
+        folder.mkdir(exist_ok=True)
+
+        def run_file(file: Path) -> None:
+            output = folder / f"{file.stem}.json"
+            if not output.exists():
+                self.pytest(
+                    self.base.site, [str(file.relative_to(self.base.source))], "--quick", "-p", "executed", executed=output
+                )
+            if output.exists():
+                for name, (seconds, outcome, functions) in json.loads(output.read_text()).items():
+                    if outcome == "passed":
+                        self.passing[name] = seconds, frozenset(functions)
+                    elif outcome == "failed":
+                        self.failing.add(name)
+
+        with ThreadPoolExecutor(self.options.jobs) as pool:
+            list(pool.map(run_file, sorted(files, key=lambda path: -path.stat().st_size)))
+        print(f"{len(self.passing)} tests pass without a mutation", flush=True)
+
+    def tests_for(self, mutation: Mutation) -> list[list[str]]:
+        """Tests of the quick set in the order in which they run, a first part of a few seconds and the rest. Without a survey, files."""
+        if not self.passing:
+            return [[file] for file in self.files_of(mutation.file)]
+        named = tests_of(mutation.file)
+        own = {test for test in self.passing if test.partition("::")[0].rpartition("/")[2] in named}
+        function = f"{mutation.file}:{mutation.function}"
+        executing = {test for test, (_, functions) in self.passing.items() if function in functions}
+        ordered = sorted(own | executing, key=lambda test: (test not in executing, test not in own, self.passing[test][0]))
+        sums = list(itertools.accumulate(self.passing[test][0] for test in ordered))
+        first = sum(seconds < FIRST for seconds in sums)
+        return [ordered[:first], ordered[first:]]
+
+    def test(self, site: Path, mutation: Mutation) -> tuple[str, str]:
         outcome = "invalid", "no test ran"
-        for some in filter(None, (files[:FIRST], files[FIRST:])):
-            status, output = self.pytest(site, some, "-x")
-            failed = re.findall(FAILED, output, re.M)
-            if status not in (0, 5):
-                ended = f"no end after {self.options.timeout:.0f} s" if status is None else f"exit status {status}"
-                return "found", failed[0] if failed else ended
-            outcome = ("survived", "") if status == 0 else outcome
+        parts = self.tests_for(mutation)
+        if self.options.full:  # all cases of the functions that run, and of the test files named for the source file
+            functions = sorted({test.partition("[")[0] for part in parts for test in part})
+            parts = [functions, *([test] for test in self.files_of(mutation.file))]
+        for tests in filter(None, parts):
+            while True:
+                options = ["-x", "--quick"] if not (self.options.full or "::" in tests[0]) else ["-x"]
+                status, output = self.pytest(site, tests, *options, *(f"--deselect={test}" for test in self.failing))
+                failed = (re.findall(FAILED, output, re.M) or [""])[0]
+                if status in (0, 5):
+                    outcome = ("survived", "") if status == 0 else outcome
+                    break
+                if not failed and status is not None and self.pytest(self.base.site, tests, *options)[0] == status:
+                    sys.exit(f"{tests[0]} does not run without a mutation, either:\n{output[-4000:]}")
+                if not failed or failed in self.passing or not self.fails_without(failed):
+                    ended = f"no end after {self.options.timeout:.0f} s" if status is None else f"exit status {status}"
+                    return "found", failed or ended
+                self.failing.add(failed)
         return outcome
 
-    def pytest(self, site: Path, tests: list[str], *options: str) -> tuple[int | None, str]:
+    def files_of(self, file: str) -> list[str]:
+        paths = (path for name in tests_of(file) for path in (self.base.source / "tests").rglob(name))
+        return [str(path.relative_to(self.base.source)) for path in paths]
+
+    def fails_without(self, test: str) -> bool:
+        """Whether a test that the survey did not run fails without a mutation, too."""
+        return self.pytest(self.base.site, [test])[0] != 0
+
+    def pytest(self, site: Path, tests: list[str], *options: str, executed: Path | None = None) -> tuple[int | None, str]:
         """Exit status, None when the time is up, and output, of a process that begins with torch already imported."""
         arguments = [*tests, *options, *["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]]
-        arguments += [] if self.options.full else ["--quick"]
         path = [str(site), str(self.base.source / "tools"), str(self.base.source / "benchmarks")]
         environment = {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "300"}
+        environment["DMATTN_EXECUTED"] = str(executed)
         if self.is_cuda:
             arguments += ["-p", "reduced"]
             environment["DMATTN_REDUCED"] = f"bfloat16:{self.base.size}"
@@ -310,24 +379,7 @@ def plant_all(planter: Planter, drawn: list[Mutation], count: int, path: Path) -
                 future.result()
         finally:
             done[0] = count  # so that Ctrl-C waits only for those that are planted
-    leave_out_failures(planter, path)
     return survivors[0]
-
-
-def leave_out_failures(planter: Planter, path: Path) -> None:
-    """Takes mutations out of a record that were found by tests that fail without them, too."""
-    rows = read_record(path)
-    tests = sorted({str(row["found_by"]).partition("[")[0] for row in rows.values() if str(row["found_by"]).startswith("tests/")})
-    failing: set[str] = set()
-    for some, option in (
-        ([test for test in tests if "::" in test], "-q"),
-        ([test for test in tests if "::" not in test], "--co"),
-    ):
-        output = planter.pytest(planter.base.site, some, option)[1] if some else ""
-        failing |= {found.partition("[")[0] for found in re.findall(FAILED, output, re.M)}
-    for test in sorted(failing):
-        print(f"fails without a mutation: {test}")
-    write_record(path, {name: row for name, row in rows.items() if str(row["found_by"]).partition("[")[0] not in failing})
 
 
 def main() -> int:
@@ -340,6 +392,9 @@ def main() -> int:
     parser.add_argument("--new", action="store_true", help="only mutations that the record does not have")
     parser.add_argument("--unfound", action="store_true", help="only mutations that the record has as survived")
     parser.add_argument("--full", action="store_true", help="all cases of every test, not at most two")
+    parser.add_argument(
+        "--survey", action="store_true", help="run the quick set first, so that tests come in the best order: for many mutations"
+    )
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which tests count as failed")
     parser.add_argument("--jobs", type=int, default=1, help="mutations planted side by side")
     parser.add_argument("--compilers", type=int, default=os.cpu_count() or 1, help="files compiled side by side")
@@ -348,12 +403,14 @@ def main() -> int:
         "--size", type=int, default=64, choices=(64, 128, 256), help="head size of the CUDA kernels that are built"
     )
     parser.add_argument("--arch", default="90a-real", help="what CUDA code is compiled for")
+    parser.add_argument("--build", type=Path, help="a folder in which these sources have been built without CUDA: taken as it is")
     parser.add_argument("--work", type=Path, help="folder to build in and to leave behind; default: a temporary one")
     options = parser.parse_args()
     options.area = options.area or ["python", "cpu"]
     survivors = 0
     with tempfile.TemporaryDirectory() as temporary:
         work, bases = (options.work or Path(temporary)).resolve(), {}
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # before torch is imported
         for area in options.area:
             drawn = [m for m in sample(mutations_of(area)) if options.match in m.name]
             known = read_record(options.record)
@@ -366,8 +423,10 @@ def main() -> int:
                 continue
             size = options.size if area.startswith("cuda") else None
             if size not in bases:
-                bases[size] = Build(work / f"{size or 'cpu'}", size, options.arch, options.compilers)
+                bases[size] = Build(work / f"{size or 'cpu'}", size, options.arch, options.compilers, options.build)
             planter = Planter(bases[size], options, size is not None)
+            if options.survey:
+                planter.survey(drawn[: options.count])
             survivors += plant_all(planter, drawn, options.count, options.record)
     return int(survivors > 0)
 

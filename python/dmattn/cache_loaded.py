@@ -50,6 +50,26 @@ def check_loaded(prefix: str, state_dict: Mapping[str, object], own: CacheState,
             )
 
 
+def check_same_lengths(prefix: str, state_dict: Mapping[str, object], *names: str) -> None:
+    """Refuses parts of one cache whose sequences have other lengths, or that know other numbers of tokens back.
+
+    Args:
+        names: of two tensors in the state dict, [B] or [B, heads] with the same number in every head.
+
+    Raises:
+        ValueError: they differ, where their values lie on the CPU. Other shapes and dtypes are refused elsewhere.
+    """
+    given = [state_dict.get(prefix + name) for name in names]
+    tensors = [x for x in given if isinstance(x, Tensor) and x.dim() in (1, 2) and x.numel() and checks.values_are_known(x)]
+    if len(tensors) < len(names):
+        return
+    first, second = (x if x.dim() == 1 else x[:, 0] for x in tensors)
+    if first.shape == second.shape and not torch.equal(first, second):
+        raise ValueError(
+            f"{prefix}{names[1]}: expected {first.tolist()} like {prefix}{names[0]}, which has the same sequences, got {second.tolist()}"
+        )
+
+
 def _fits_slots(position: Tensor, steps: Tensor, sizes: CacheSizes) -> Tensor:
     """Which positions can be in their slots after so many steps [B, Hkv, 1]; see :class:`dmattn.BoundedCache`."""
     sinks, local, visible = sizes.sink_keys, sizes.local, sizes.visible()

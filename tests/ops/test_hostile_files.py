@@ -308,3 +308,23 @@ def test_an_empty_slot_has_no_score():
     state["score"][0, 0, 6] = 1.0
     with pytest.raises(ValueError, match=r"^score: expected the state that tokens leave in a cache, got 1.0 at \[0, 0, 6\]"):
         cache.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("mixed", "selecting.steps", r"streaming.steps: expected \[12, 13\] like selecting.steps, .*, got \[13, 13\]"),
+        ("mixed", "streaming.kept", r"streaming.kept: expected \[0, 0\] like selecting.kept, .*, got \[-1, 0\]"),
+        ("indexed", "length", r"streaming.steps: expected \[12, 13\] like length, .*, got \[13, 13\]"),
+        ("buffer of all three", "block._extra_state", "Sq=19 queries like the block mask, got one for 20"),
+    ],
+)
+def test_parts_of_other_lengths_are_refused(kind, name, message):
+    """Each part by itself could have been saved; all of them are left as they were."""
+    state = {key: x.clone() for key, x in original(kind).items()}
+    state[name][0] -= 1
+    holder = CACHES[kind]() if kind in CACHES else MaskBuffer(MASKS["all three"]())
+    before = {key: x.clone() for key, x in holder.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        holder.load_state_dict(state)
+    assert_same_bits(before, holder.state_dict())

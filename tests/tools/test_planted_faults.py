@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import shutil
 import types
 from pathlib import Path
 
@@ -117,15 +118,16 @@ def test_the_object_files_that_a_change_needs():
     ]  # fmt: skip
     ninja = "\n\n".join(f"{name}: #deps 2, deps mtime 1 (VALID)\n    ../source/cpp/a.h\n    /usr/include/b.h" for name in names)
     base = types.SimpleNamespace(
-        build=Path("/w/build"), source=Path("/w/source"), level="avx2", size=64, dependencies=f"{ninja}\n\n"
+        build=Path("/w/build"), compiled=Path("/w/source"), level="avx2", size=64, dependencies=f"{ninja}\n\n"
     )
     assert planted_faults.Build.objects_of(base, "cpp/a.h") == [names[0], names[1], names[3], names[5]]
     assert planted_faults.Build.objects_of(base, "cpp/b.h") == []
 
 
 def test_outcomes_are_recorded(tmp_path, monkeypatch):
-    for folder in ("source/python/dmattn", "source/tests", "site/dmattn"):
+    for folder in ("source/python/dmattn", "source/tests", "source/tools", "site/dmattn"):
         (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "tools/executed.py", tmp_path / "source/tools")
     (tmp_path / "site/dmattn/__init__.py").touch()
     for folder in ("source/python", "site"):
         (tmp_path / folder / "dmattn/it.py").write_text("def limit():\n    return 1\n\ndef name():\n    return False\n")
@@ -133,13 +135,18 @@ def test_outcomes_are_recorded(tmp_path, monkeypatch):
     (tmp_path / "source/tests/conftest.py").write_text(
         "def pytest_addoption(parser):\n    parser.addoption('--quick', action='store_true')"
     )
-    (tmp_path / "source/tests/test_it.py").write_text("import dmattn.it\ndef test_limit():\n    assert dmattn.it.limit() < 2\n")
+    (tmp_path / "source/tests/test_it.py").write_text(
+        "import dmattn.it\ndef test_limit():\n    assert dmattn.it.limit() < 2\n\n"
+        "def test_that_always_fails():\n    raise RuntimeError\n"
+    )
     monkeypatch.setattr(planted_faults, "TESTS", (("it", "it"),))
     base = types.SimpleNamespace(source=tmp_path / "source", site=tmp_path / "site", size=None)
     options = argparse.Namespace(compilers=1, full=False, timeout=100, threads=1, jobs=1)
     drawn = mutations_of("python", tmp_path / "source")
     record = tmp_path / "record.json"
     planter = planted_faults.Planter(base, options, False)
+    planter.survey(drawn)
+    assert [*planter.passing] == ["tests/test_it.py::test_limit"]
     assert planted_faults.plant_all(planter, drawn, 2, record) == 1
     table = json.loads(record.read_text())
     assert table["areas"]["python"] == {"found": 1, "survived": 1, "equivalent": 0}

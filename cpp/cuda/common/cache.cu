@@ -74,7 +74,7 @@ __global__ __launch_bounds__(kUpdateThreads) void update_kernel(const __grid_con
   take_token<float>(p, slots.step, slots);
   if (threadIdx.x == 0) {
     p.steps[task] = slots.step + 1;
-    p.kept[task] = min(p.kept[task] + 1, p.rewind);
+    p.kept[task] = min(p.kept[task], p.rewind - 1) + 1;
   }
 }
 
@@ -241,7 +241,7 @@ __global__ __launch_bounds__(kPlaceThreads) void places_kernel(const __grid_cons
   }
   if (thread == 0) {
     p.steps[task] = after;
-    p.kept[task] = min(p.kept[task] + chunk.taken, p.rewind);
+    p.kept[task] = min(p.kept[task], p.rewind - chunk.taken) + chunk.taken;
   }
 }
 
@@ -313,7 +313,8 @@ __global__ __launch_bounds__(kJoinThreads) void join_kernel(const __grid_constan
   if (lane == 0) index[thread / kJoinLanes] = place;
   // Write the numbers of the row.
   if (lane == 0 && row < first + rows) {
-    const int at = is_new ? row < taken ? slots.step + row : kNoPosition : slots.position[row];
+    const int next = slots.step > 0x7fffffff - row ? 0x7fffffff : slots.step + row;
+    const int at = is_new ? row < taken ? next : kNoPosition : slots.position[row];
     static_cast<float*>(join.score)[head_first + place] = is_new ? new_score(p, slots.batch, slots.head, row) : slots.score[row];
     join.position[head_first + place] = at;
     join.segment_end[head_first + place] = at >= 0 ? join.visible + taken : 0;

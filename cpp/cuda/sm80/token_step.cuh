@@ -162,7 +162,7 @@ struct TokenStep {
     take_token<float>(p, plan.step, slots);
     if (slots.writes_numbers) {
       p.steps[task] = plan.step + 1;
-      p.kept[task] = min(p.kept[task] + 1, p.rewind);
+      p.kept[task] = min(p.kept[task], p.rewind - 1) + 1;
     }
   }
 

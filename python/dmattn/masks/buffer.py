@@ -43,6 +43,7 @@ class MaskBuffer(nn.Module):
         self._type: type[IntervalMask] | type[BlockMask] | type[IndexMask] | type[CombinedMask] = type(mask)
         self._persistent = persistent
         self._facts: dict[str, Any] = {}
+        self._before: list[tuple[MaskBuffer, dict[str, Tensor | None], dict[str, Any]]] = []  # while a state dict is loaded
         if isinstance(mask, BlockMask) and any(size % GPU_TILE for size in mask.tile):
             mask = mask._with_tiles((GPU_TILE, GPU_TILE))  # tiles that every device takes
         for name, value in mask._fields().items():
@@ -52,6 +53,8 @@ class MaskBuffer(nn.Module):
                 self.register_buffer(name, value, persistent=persistent)
             else:
                 self._facts[name] = value
+        if self._type is CombinedMask:
+            self.register_load_state_dict_post_hook(_check_parts)
 
     @property
     def mask(self) -> Mask:
@@ -113,6 +116,8 @@ class MaskBuffer(nn.Module):
         if not self._persistent:
             return
         held, facts = dict(self._buffers), self._facts
+        if self._type is CombinedMask:  # its parts are loaded after this, and compared after that
+            self._before = [(part, dict(part._buffers), part._facts) for part in self._parts()]
         try:
             for name, own in held.items():
                 loaded = state_dict.get(prefix + name)
@@ -122,7 +127,7 @@ class MaskBuffer(nn.Module):
                     if any_slots or loaded.shape == own.shape:  # else torch refuses it
                         self._buffers[name] = own.new_empty(loaded.shape)
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-            if self._type is not CombinedMask:  # whose parts are loaded by themselves
+            if self._type is not CombinedMask:
                 self._type._checked(**self._mask_fields())
         except (TypeError, ValueError):
             self._buffers.update(held)
@@ -131,3 +136,18 @@ class MaskBuffer(nn.Module):
 
     def extra_repr(self) -> str:
         return "" if self._type is CombinedMask else repr(self.mask)
+
+    def _parts(self) -> list[MaskBuffer]:
+        return [part for part in self.children() if isinstance(part, MaskBuffer)]
+
+
+def _check_parts(module: MaskBuffer, _: object) -> None:
+    """Refuses parts that were loaded each for itself and do not fit each other."""
+    before, module._before = module._before, []
+    try:
+        CombinedMask._checked(**module._mask_fields())
+    except (TypeError, ValueError):
+        for part, buffers, facts in before:
+            part._buffers.update(buffers)
+            part._facts = facts
+        raise

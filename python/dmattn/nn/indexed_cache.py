@@ -20,6 +20,7 @@ from dmattn.cache import (
     rolled,
     tokens_back,
 )
+from dmattn.cache_loaded import check_same_lengths
 from dmattn.decode import MAX_QUERIES, decode_attention
 from dmattn.masks import IndexMask
 from dmattn.nn.indexer import Indexer, IndexProjections
@@ -286,6 +287,7 @@ class IndexedCache(nn.Module):
             checks.dtype(f"{prefix}length", length, (torch.int32,))
             if checks.values_are_known(length) and bool(((length < 0) | (length > self.max_length)).any()):
                 raise ValueError(f"{prefix}length: expected numbers of tokens from 0 to {self.max_length}, got {length.tolist()}")
+        check_same_lengths(prefix, state_dict, "length", "streaming.steps")
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dmattn import checks
 from dmattn.cache import BoundedCache, PaddingSide, chosen_rows
 from dmattn.cache_chunk import CacheCall
+from dmattn.cache_loaded import check_same_lengths
 
 
 def cache_of_layer(
@@ -107,6 +108,11 @@ class MixedCache(nn.Module):
         return self.streaming.nbytes + self.selecting.nbytes
 
     # Inside ---------------------------------------------------------------------------------------------------------------------
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        for name in ("steps", "kept"):
+            check_same_lengths(prefix, state_dict, f"selecting.{name}", f"streaming.{name}")
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _autocast(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return self.selecting._autocast(*tensors)
