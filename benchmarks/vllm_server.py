@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def server(folder: Path, ours: bool, log: Path) -> Iterator[tuple[int, psutil.Pr
             if process.poll() is not None:
                 raise RuntimeError(f"the server ended with {process.returncode}: {log.read_text()[-3000:]}")
             try:
-                if ask(port, "GET", "/health").status == 200:
+                if ask(port, "GET", "/health")[0] == 200:
                     break
             except OSError:
                 pass
@@ -103,16 +103,18 @@ def server(folder: Path, ours: bool, log: Path) -> Iterator[tuple[int, psutil.Pr
         process.wait(60)
 
 
-def ask(port: int, method: str, path: str, body: dict[str, object] | None = None) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
-    return connection.getresponse()
+def ask(port: int, method: str, path: str, body: dict[str, object] | None = None) -> tuple[int, bytes]:
+    """The status and the body of an answer."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=300)) as connection:
+        connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
 
 
 def complete(port: int, prompt: list[int]) -> list[int]:
     """The tokens that follow a prompt, the most likely one each time."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-    answer = json.loads(ask(port, "POST", "/v1/completions", {**body, "return_token_ids": True}).read())
+    answer = json.loads(ask(port, "POST", "/v1/completions", {**body, "return_token_ids": True})[1])
     tokens: list[int] = answer["choices"][0]["token_ids"]
     return tokens
 
@@ -120,18 +122,18 @@ def complete(port: int, prompt: list[int]) -> list[int]:
 def abort(port: int, prompt: list[int]) -> int:
     """Begins to read an answer and hangs up. Returns how many pieces came before that."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    response, pieces = connection.getresponse(), 0
-    while pieces < 5 and (line := response.readline()):
-        pieces += line.startswith(b"data: ")
-    connection.close()
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=300)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        with connection.getresponse() as response:
+            pieces = 0
+            while pieces < 5 and (line := response.readline()):
+                pieces += line.startswith(b"data: ")
     return pieces
 
 
 def metric(port: int, name: str) -> float:
     """A gauge of the server."""
-    text = ask(port, "GET", "/metrics").read().decode()
+    text = ask(port, "GET", "/metrics")[1].decode()
     return sum(float(value) for value in re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", text, re.M))
 
 

@@ -8,11 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 import vllm_server
+from dmattn import attention, eviction
 from dmattn.integrations import vllm as plugin
 from dmattn.integrations.vllm.backend import PagedBackend
+from dmattn.integrations.vllm.evicting import policy_of
+from transformers import AttentionInterface, AutoModelForCausalLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 # An engine of its own, since a process chooses once. Prints the tokens of a few prompts.
@@ -70,3 +74,33 @@ def test_engines_give_the_same_tokens(kind, tmp_path):
         assert ("dmattn attends in" in log) == (ours == "1")
         tokens.append(next(line for line in finished.stdout.splitlines() if line.startswith("TOKENS")))
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_server_evicts_as_lifetimes_say(tmp_path, monkeypatch):
+    """Each token of 32 requests at once, some beside them aborted, is what the model says under the policy's masks."""
+    monkeypatch.setenv("DMATTN_VLLM_EVICT", '{"policy": "H2O", "budget": 80, "every": 16, "local": 16, "floor": 0.5}')
+    policy = policy_of()
+    vllm_server.save_model(tmp_path / "model")
+    with vllm_server.server(tmp_path / "model", True, tmp_path / "log") as (port, _):
+        answers, pieces, _ = vllm_server.send_all(port, with_aborts=True)
+        assert min(pieces) == 5
+        assert not any(vllm_server.what_is_left(port).values())
+        assert vllm_server.send_all(port, with_aborts=False)[0] == answers
+    assert "dmattn evicts by H2O" in (tmp_path / "log").read_text()
+
+    def evicted(module, query, key, value, attention_mask, scaling=None, **options):
+        mask = None if is_dense else eviction.lifetimes(policy, query, key, value, scale=scaling)
+        return attention(query, key, value, mask, is_causal=True, scale=scaling).transpose(1, 2), None
+
+    AttentionInterface.register("evicted", evicted)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="evicted", dtype=torch.float32)
+    same = {False: 0, True: 0}
+    for prompt, answer in zip(vllm_server.prompts_of(len(answers)), answers, strict=True):
+        for is_dense in same:
+            with torch.no_grad():
+                best = model(torch.tensor([prompt + answer]), use_cache=False).logits[0].argmax(1)[len(prompt) - 1 : -1]
+            same[is_dense] += int((best == torch.tensor(answer)).sum())
+    total = sum(map(len, answers))
+    assert same[False] == total > 2 * same[True]

@@ -6,6 +6,7 @@ prompts and chunks of prompts, are one call of :func:`dmattn.varlen_attention` o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.decode import PAGE_UNIT, decode_attention
-from dmattn.masks import IntervalMask
+from dmattn.masks import IndexMask, IntervalMask
 from dmattn.varlen import varlen_attention
 
 
@@ -58,6 +59,7 @@ class Paged:
         window: int | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        choose: Callable[[Tensor, Tensor, Tensor, int], IndexMask | None] | None = None,
     ) -> Tensor:
         """Causal attention of the new tokens.
 
@@ -67,6 +69,7 @@ class Paged:
             new: keys and values [T, Hkv, D|Dv] of the new tokens, read instead of their pages where nothing else is needed.
             window: a query sees the last ``window`` keys, its own among them. None: all.
             scale, softcap, sinks: as in :func:`dmattn.attention`.
+            choose: of the decodes' queries [B, H, 1, D], table, lengths and page size: which keys they see, None for all.
 
         Returns:
             [T, H, Dv].
@@ -75,7 +78,9 @@ class Paged:
         shared: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
         if self.decodes:
             rows, table, lengths, key_bias = query[: self.decodes, :, None], *self._visible_pages(window)
-            out: Tensor = decode_attention(rows, keys, values, lengths, page_table=table, key_bias=key_bias, **shared)
+            listed = None if choose is None else choose(rows, table, lengths, self.page_size)
+            given: dict[str, Any] = {"page_table": table, "mask": listed, "key_bias": key_bias, **shared}
+            out: Tensor = decode_attention(rows, keys, values, lengths, **given)
             outs.append(out[:, :, 0])
         if self.decodes < self.lengths.shape[0]:
             ends_q, ends_k, page, place = self._rows()

@@ -1,13 +1,7 @@
 """vLLM's attention backend on dmattn's kernels: prompts whole or in chunks, decoding, grouped heads, sliding windows, sinks, softcap.
 
-**Keys that die head by head: not here.** A page of vLLM holds a token for all key heads of a layer, and its allocator takes pages back when
-a request ends or a window has passed them, the oldest first. Under dynamic masks every key head keeps other tokens. So a page is free only
-when all heads have dropped all of its tokens, which rarely happens early, and a model has no way to tell the allocator. Evicting inside
-pages would hide keys and save work, but no memory. Where memory is to be bounded per head, use :class:`dmattn.BoundedCache` or
-:class:`dmattn.eviction.EvictionCache`, whose size is fixed. A window that all heads of a layer share does give its pages back here.
-
-**Index lists: not here.** :func:`dmattn.decode_attention` takes lists of keys over a page table, but vLLM gives a backend of this kind no
-lists: it keeps models with an indexer for its own backends (``use_sparse``, with latent attention).
+Memory that does not grow with a request, by a policy that evicts keys: :mod:`dmattn.integrations.vllm.evicting`. Lists of pages that each
+query chooses: :mod:`dmattn.integrations.vllm.listed`. Models with an indexer of their own vLLM keeps for its own backends (``use_sparse``).
 
 CUDA graphs hold what is around attention, not attention itself. ALiBi, encoders, quantised caches and context parallelism are refused.
 """
@@ -32,6 +26,7 @@ from vllm.v1.attention.backend import (
 
 from dmattn import checks
 from dmattn.integrations.paged import Paged, store
+from dmattn.masks import IndexMask
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what stands below its own name
 
@@ -164,9 +159,14 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         keys, values = self._pools(kv_cache)
         new = None if self.shares_cache or key is None else (key[:tokens], value[:tokens])
         output[:tokens] = attn_metadata.paged.attend(
-            query[:tokens], keys, values, new=new, scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks
-        )
+            query[:tokens], keys, values, new=new, scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks,
+            choose=self.choose,
+        )  # fmt: skip
         return output
+
+    def choose(self, query: Tensor, table: Tensor, lengths: Tensor, page_size: int) -> IndexMask | None:
+        """Which keys decoding reads, of those in a window; None: all."""
+        return None
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Writes the new keys and values to their slots. vLLM keeps its first page free of tokens."""
