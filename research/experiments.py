@@ -1,4 +1,4 @@
-"""Layers of experiments, as subclasses of the layer: noise, which was tried and did not help, and gates that evict."""
+"""Layers of experiments, as subclasses of the layer: noise, which was tried and did not help, and gates, which are not compared yet."""
 
 from __future__ import annotations
 

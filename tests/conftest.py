@@ -12,6 +12,7 @@ import dmattn
 import hypothesis
 import pytest
 import torch
+import torch._dynamo
 import torch._inductor.config
 from devices import DEVICE
 from selection import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
@@ -41,6 +42,11 @@ torch._functorch.config.enable_autograd_cache = False
 def pytest_configure(config: pytest.Config) -> None:
     default = "quick" if config.getoption("--quick") else "ci"
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", default))
+
+
+def pytest_runtest_setup() -> None:
+    """No test sees what an earlier one compiled, nor the lengths that made its programs dynamic."""
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -100,6 +100,7 @@ def head_size(name: str, value: int, what: str = "") -> None:
 
 
 def one_of(name: str, value: object, *words: str) -> None:
+    """Refuses what is not one of the words."""
     if not isinstance(value, str) or value not in words:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, words))}, got {value!r:.80}")
 

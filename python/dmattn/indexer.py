@@ -116,9 +116,8 @@ def index_products(index_query: Tensor, index_key: Tensor, scale: float) -> Tens
 
 
 def checked_rows(rows: Tensor, index_query: Tensor) -> Tensor:
-    checks.numbers_below(
-        "rows", checks.shaped("rows", rows, "[R]", (torch.int64,), index_query, "index_query"), index_query.shape[2]
-    )
+    checks.shaped("rows", rows, "[R]", (torch.int64,), index_query, "index_query")
+    checks.numbers_below("rows", rows, index_query.shape[2])
     return rows
 
 

@@ -100,6 +100,15 @@ def assert_alike(results, expected, dtype):
         two_ways.assert_same_in_another_order(ours.masked_fill(~is_finite, 0.0), theirs.masked_fill(~is_finite, 0.0), dtype)
 
 
+def padded(rows, tokens, side):
+    """Tokens of each sequence, [1, heads, n, ...], as a batch of so many tokens: what is not real holds NaN."""
+    batch = []
+    for row in rows:
+        rubbish = [x.new_full((1, x.shape[1], tokens - x.shape[2], *x.shape[3:]), torch.nan) for x in row]
+        batch.append([torch.cat(pair if side == "right" else pair[::-1], 2) for pair in zip(row, rubbish, strict=True)])
+    return [torch.cat(parts) for parts in zip(*batch, strict=True)]
+
+
 def cuts_of(draw, length, longest=40):
     cuts = []
     while sum(cuts) < length:
@@ -110,15 +119,28 @@ def cuts_of(draw, length, longest=40):
 # Exactness ------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "constant", "increasing", "decreasing"])
+@pytest.mark.parametrize(
+    ("kind", "has_slopes", "select_only"),
+    [
+        *((kind, False, False) for kind in ("random", "ties", "constant", "increasing", "decreasing")),
+        *(("random", *how) for how in ((True, False), (False, True), (True, True))),
+    ],
+)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_steps_and_chunks_are_the_whole_history(device, exact, sizes, kind):
-    history = History(60, exact, device, kind, bad=(-INF,))
+def test_steps_and_chunks_are_the_whole_history(device, exact, sizes, kind, has_slopes, select_only):
+    """Ranks are scores + slope * position, and logits get both, or recency alone; NaN is in scores where logits do not get them."""
+    history = History(60, exact, device, kind, bad=(-INF, math.nan) if select_only else (-INF,))
+    slopes = torch.tensor([0.2, 0.01], device=device) if has_slopes else None
+    recency = torch.zeros(2, 60, device=device)
+    if has_slopes:
+        recency = slopes.to(tolerance.accumulate_dtype(exact))[:, None] * torch.arange(60, device=device)
+    ranks = history.scores + recency
+    bias = recency.expand_as(ranks).to(ranks.dtype) if select_only else ranks
     caches = []
     for cuts in ([1] * 60, [60], [9] * 6 + [6], [1, 30, 2, 8, 19]):
         cache = history.cache(*sizes, rewind=7)
-        out, lse = feed(cache, history, cuts)
-        brute_check.assert_right(history.case(history.visible(cache)), {"out": out, "lse": lse})
+        out, lse = feed(cache, history, cuts, ranks, slopes=slopes, select_only=select_only)
+        brute_check.assert_right(history.case(history.visible(cache, ranks), bias), {"out": out, "lse": lse})
         caches.append(cache)
     for other in caches[1:]:
         assert_same_state(caches[0], other)
@@ -143,28 +165,6 @@ def test_any_cuts_of_any_history(device, exact, data, kind):
             brute_check.assert_right(case, {"out": out, "lse": lse})
 
 
-@pytest.mark.parametrize("select_only", [False, True])
-@pytest.mark.parametrize("has_slopes", [False, True])
-@pytest.mark.parametrize("sizes", [(5, 3, 2), (5, 0, 0), (0, 3, 2), (100, 3, 0)], ids=str)
-def test_recency_and_scores_that_select_only(device, exact, sizes, has_slopes, select_only):
-    """Ranks are scores + slope * position, and logits get both, or recency alone; NaN is in scores where logits do not get them."""
-    history = History(60, exact, device, "random", bad=(-INF, math.nan) if select_only else (-INF,))
-    slopes = torch.tensor([0.2, 0.01], device=device) if has_slopes else None
-    recency = torch.zeros(2, 60, device=device)
-    if has_slopes:
-        recency = slopes.to(tolerance.accumulate_dtype(exact))[:, None] * torch.arange(60, device=device)
-    ranks = history.scores + recency
-    bias = recency.expand_as(ranks).to(ranks.dtype) if select_only else ranks
-    caches = []
-    for cuts in ([1] * 60, [60], [9] * 6 + [6], [1, 30, 2, 8, 19]):
-        cache = history.cache(*sizes, rewind=7)
-        out, lse = feed(cache, history, cuts, ranks, slopes=slopes, select_only=select_only)
-        brute_check.assert_right(history.case(history.visible(cache, ranks), bias), {"out": out, "lse": lse})
-        caches.append(cache)
-    for other in caches[1:]:
-        assert_same_state(caches[0], other)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_recency_goes_by_each_sequence_s_own_positions(device, exact, side):
     history, slopes = History(40, exact, device, B=2), torch.tensor([0.5, 0.02], device=device)
@@ -172,12 +172,8 @@ def test_recency_goes_by_each_sequence_s_own_positions(device, exact, side):
     for first, last, short in ((0, 20, 13), (20, 24, 3), (30, 31, 0)):
         tokens = last - first
         rows = [history.tokens(first, last, slice(0, 1)), history.tokens(first, first + short, slice(1, 2))]
-        padded = []
-        for whole, part in zip(*rows, strict=True):
-            room = whole.new_full((1, whole.shape[1], tokens - short, *whole.shape[3:]), torch.nan)
-            padded.append(torch.cat([whole, torch.cat([part, room] if side == "right" else [room, part], 2)]))
         lengths = torch.tensor([tokens, short], dtype=torch.int32, device=device)
-        together.attend(*padded, lengths=lengths, padding_side=side, slopes=slopes, select_only=True)
+        together.attend(*padded(rows, tokens, side), lengths=lengths, padding_side=side, slopes=slopes, select_only=True)
         for cache, row in zip(alone, rows, strict=True):
             if row[0].shape[2]:
                 cache.attend(*row, slopes=slopes, select_only=True)
@@ -231,13 +227,10 @@ def test_20000_tokens_of_each_sequence_in_any_calls(device, exact, seed):
         rows = []
         for b in range(B):
             kept = real[b] - refused[b]
-            row = [torch.cat([x, y], 2) for x, y in zip(history.tokens(at[b], at[b] + kept, slice(b, b + 1)),
-                                                        wrong.tokens(0, refused[b], slice(b, b + 1)), strict=True)]  # fmt: skip
-            rubbish = [x.new_full((1, x.shape[1], tokens - real[b], *x.shape[3:]), torch.nan) for x in row]
-            rows.append([torch.cat(pair if side == "right" else pair[::-1], 2) for pair in zip(row, rubbish, strict=True)])
-        given = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+            rows.append([torch.cat([x, y], 2) for x, y in zip(history.tokens(at[b], at[b] + kept, slice(b, b + 1)),
+                                                              wrong.tokens(0, refused[b], slice(b, b + 1)), strict=True)])  # fmt: skip
         lengths, back = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (real, refused))
-        out, lse = cache.attend(*given, lengths=lengths, padding_side=side, return_lse=True)
+        out, lse = cache.attend(*padded(rows, tokens, side), lengths=lengths, padding_side=side, return_lse=True)
         cache.rewind(back)
         for b in range(B):
             kept = real[b] - refused[b]
@@ -314,17 +307,10 @@ def test_sequences_of_different_lengths(device, exact, sizes, side):
         (1, [1, 1, 1]),
     ):
         real = [max(0, min(n, tokens)) for n in lengths]
-        padded = []
-        for part in range(4):
-            rows = []
-            for b in range(3):
-                new = history.tokens(at[b], at[b] + real[b], slice(b, b + 1))[part]
-                rubbish = new.new_full((1, new.shape[1], tokens - real[b], *new.shape[3:]), torch.nan)
-                rows.append(torch.cat([new, rubbish] if side == "right" else [rubbish, new], 2))
-            padded.append(torch.cat(rows))
+        rows = [history.tokens(at[b], at[b] + real[b], slice(b, b + 1)) for b in range(3)]
         given_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
         positions = together.next_positions(tokens, given_lengths, side)
-        out, lse = together.attend(*padded, lengths=given_lengths, padding_side=side, return_lse=True)
+        out, lse = together.attend(*padded(rows, tokens, side), lengths=given_lengths, padding_side=side, return_lse=True)
         for b in range(3):
             inside = slice(0, real[b]) if side == "right" else slice(tokens - real[b], tokens)
             is_real = torch.zeros(tokens, dtype=torch.bool, device=device)

@@ -106,6 +106,13 @@ def expected(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]
     return out.detach(), gradients_of(model)
 
 
+def case_of(group: dist.ProcessGroup) -> tuple[str, nn.Sequential, Tensor, Tensor, dict[str, Tensor]]:
+    """The device, a model, a batch, and what one process makes of it: out and gradients."""
+    device = device_of(group)
+    model, batch = model_of(device), batch_of(device)
+    return device, model, batch, *expected(model, batch)
+
+
 def compare(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert got.keys() == wanted.keys(), got.keys() ^ wanted.keys()
     if any(grad.dtype != torch.float64 for grad in wanted.values()):  # some are sums that cancel
@@ -135,9 +142,7 @@ def in_bfloat16_on_gpus(function: Callable[..., None]) -> Callable[..., None]:
 @in_bfloat16_on_gpus
 def replicated(group: dist.ProcessGroup) -> None:
     """DDP: a module that wraps, and a function that marks."""
-    device = device_of(group)
-    model, batch = model_of(device), batch_of(device)
-    out, gradients = expected(model, batch)
+    _, model, batch, out, gradients = case_of(group)
     for wrap in (partial(DistributedDataParallel, process_group=group), partial(replicate, process_group=group)):
         wrapped = wrap(copy.deepcopy(model))
         got = wrapped(mine(batch, group))
@@ -162,10 +167,8 @@ class Checkpointed(nn.Module):
 @in_bfloat16_on_gpus
 def fully_sharded(group: dist.ProcessGroup, compiled: bool) -> None:
     """FSDP2, eager or compiled block by block, plain and with activation checkpointing that keeps what our ops return."""
-    device = device_of(group)
+    device, model, batch, out, gradients = case_of(group)
     mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("dp",))
-    model, batch = model_of(device), batch_of(device)
-    out, gradients = expected(model, batch)
     for kept in (None, KEPT, []):
         if compiled and kept == []:
             continue
@@ -195,10 +198,8 @@ def fully_sharded(group: dist.ProcessGroup, compiled: bool) -> None:
 @in_bfloat16_on_gpus
 def in_chunks_with_tensor_parallelism(group: dist.ProcessGroup, shape: tuple[int, int]) -> None:
     """Rows of the mesh distribute heads, columns chunks of the sequence."""
-    device = device_of(group)
+    device, model, batch, out, gradients = case_of(group)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("cp", "tp"))
-    model, batch = model_of(device), batch_of(device)
-    out, gradients = expected(model, batch)
     for block in model:
         block.attention = dealt_out(block.attention, mesh["tp"])
         block.cp = mesh["cp"]
@@ -216,11 +217,9 @@ def in_chunks_with_tensor_parallelism(group: dist.ProcessGroup, shape: tuple[int
 @in_bfloat16_on_gpus
 def in_chunks_fully_sharded(group: dist.ProcessGroup, shape: tuple[int, int]) -> None:
     """Rows of the mesh have batches of their own, columns chunks of their sequences; weights are sharded over all ranks."""
-    device = device_of(group)
+    device, model, batch, out, gradients = case_of(group)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "cp"))
     everyone = init_device_mesh(device, (group.size(),))
-    model, batch = model_of(device), batch_of(device)
-    out, gradients = expected(model, batch)
     for block in model:
         block.cp = mesh["cp"]
         fully_shard(block, mesh=everyone)
@@ -268,9 +267,8 @@ def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> None:
 @in_bfloat16_on_gpus
 def in_stages(group: dist.ProcessGroup) -> None:
     """A pipeline: a block on each rank, the batch in micro-batches."""
-    device, rank = device_of(group), dist.get_rank(group)
-    model, batch = model_of(device), batch_of(device)
-    out, gradients = expected(model, batch)
+    device, model, batch, out, gradients = case_of(group)
+    rank = dist.get_rank(group)
     stage = PipelineStage(model[rank], rank, group.size(), torch.device(device), group=group)
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of)
     if rank == 0:

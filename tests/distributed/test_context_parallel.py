@@ -140,6 +140,17 @@ def dynamic_case(length, kv_heads=2, dtype=torch.float64, D=8, seed=0):
     return query, key, value, tensor((2, kv_heads, length), seed + 3, torch.float32, "cpu")
 
 
+def arguments(length=8, window=4, dtype=torch.float64, **more):
+    """Of a call on the whole sequence, which dynamic_mask_attention takes, too."""
+    tensors = zip(("query", "key", "value", "scores"), dynamic_case(length, dtype=dtype), strict=True)
+    return {**dict(tensors), "window": window, **more}
+
+
+def on_ranks(ranks, whole, cuts, call="call"):
+    """out of the whole sequence, put together."""
+    return torch.cat(ranks.run(f"rank_calls:{call}", [(part,) for part in cut(whole, cuts)]), dim=2)
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_at_most_window_rows_a_key_head_come_in(ranks, world):
     """The bytes of rows stay the same, however many ranks there are; scores are those of the other ranks."""
@@ -244,13 +255,12 @@ def test_kernels_are_told_how_many_keys_a_query_sees(ranks, world):
 
 def test_dropout_without_a_seed_takes_the_first_ranks(ranks):
     """Every rank has a generator in another state; the whole sequence gets the mask of the first one's seed."""
-    query, key, value, scores = dynamic_case(40)
-    whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 8, "dropout_p": 0.5}
-    answers = ranks.run("rank_calls:call_with_generators", [(part,) for part in cut(whole, [0, 20, 40])])
+    whole = arguments(40, 8, dropout_p=0.5)
+    out = on_ranks(ranks, whole, [0, 20, 40], "call_with_generators")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        expected = dmattn.dynamic_mask_attention(query, key, value, scores, 8, dropout_p=0.5)
-    two_ways.assert_same_in_another_order(torch.cat(answers, dim=2), expected, torch.float64)
+        expected = dmattn.dynamic_mask_attention(**whole)
+    two_ways.assert_same_in_another_order(out, expected, torch.float64)
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [("scores", [[16, 16], [40, 40]]), ("mask", [[16, 16, 10], [24, 24, 20]])])
@@ -281,11 +291,10 @@ def test_compiled_masks_of_another_length_are_refused_on_every_rank(ranks, kind,
 
 
 def test_on_one_dimension_of_a_mesh(ranks):
-    query, key, value, scores = dynamic_case(30)
-    whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 7}
+    whole = arguments(30, 7)
     parts = cut(whole, [0, 10, 30])
     answers = ranks.run("rank_calls:on_meshes", [(parts[rank % 2],) for rank in range(4)])
-    expected = dmattn.dynamic_mask_attention(query, key, value, scores, 7)
+    expected = dmattn.dynamic_mask_attention(**whole)
     for first in (0, 2):
         two_ways.assert_same_in_another_order(torch.cat(answers[first : first + 2], dim=2), expected, torch.float64)
 
@@ -296,15 +305,12 @@ def test_on_one_dimension_of_a_mesh(ranks):
 @pytest.mark.parametrize("wide", [torch.bfloat16, torch.float64], ids=["narrow", "wide"])
 def test_few_keys_that_can_be_selected(ranks, options, wide):
     """Fewer than a window are alive where the second chunk begins, so slots stay empty; scores of other dtypes than the query's select."""
-    length = 60
-    query, key, value, scores = dynamic_case(length, dtype=torch.float32)
-    scores = scores.to(wide)
-    scores[:, :, 5:24] = -torch.inf
-    whole = {"query": query, "key": key, "value": value, "scores": scores, **options}
+    whole = arguments(60, dtype=torch.float32, **options)
+    whole["scores"] = whole["scores"].to(wide)
+    whole["scores"][:, :, 5:24] = -torch.inf
+    expected = dmattn.dynamic_mask_attention(**whole)
     for cuts in ([0, 30, 60], [0, 50, 60], [0, 0, 60], [0, 60, 60], [0, 20, 30, 60]):
-        out = torch.cat(ranks.run("rank_calls:call", [(part,) for part in cut(whole, cuts)]), dim=2)
-        expected = dmattn.dynamic_mask_attention(query, key, value, scores, **options)
-        two_ways.assert_same_in_another_order(out, expected, torch.float32)
+        two_ways.assert_same_in_another_order(on_ranks(ranks, whole, cuts), expected, torch.float32)
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["scores", "scores and bias"])
@@ -323,41 +329,25 @@ def test_two_ranks_whose_devices_are_not_the_current_ones(device_ranks):
 def test_chunks_whose_lengths_change_between_calls(ranks):
     """A rank whose call_signature is that of its last call goes by the signatures of the others."""
     for length, cuts in ((40, [0, 20, 40]), (47, [0, 20, 47]), (25, [0, 5, 25]), (45, [0, 25, 45]), (23, [0, 3, 23])):
-        query, key, value, scores = dynamic_case(length)
-        whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 7, "local": 2}
+        whole = arguments(length, 7, local=2)
+        expected = dmattn.dynamic_mask_attention(**whole)
         for _ in range(2):
-            out = torch.cat(ranks.run("rank_calls:call", [(part,) for part in cut(whole, cuts)]), dim=2)
-            expected = dmattn.dynamic_mask_attention(query, key, value, scores, 7, local=2)
-            two_ways.assert_same_in_another_order(out, expected, torch.float64)
+            two_ways.assert_same_in_another_order(on_ranks(ranks, whole, cuts), expected, torch.float64)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_chunks_that_are_too_long_together_are_refused_each_time(ranks, world):
     """A rank that remembers what the others say refuses it as it did before."""
     length = 20 * world
-    query, key, value, scores = dynamic_case(length)
-    whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 7, "local": 2}
-    given = [(length - 1, part) for part in cut(whole, even_cuts(length, world))]
+    given = [(length - 1, part) for part in cut(arguments(length, 7, local=2), even_cuts(length, world))]
     message = f"query: expected chunks of at most {length - 1} positions together, got {length}"
     assert ranks.run("rank_calls:refusals_of_long_chunks", given) == [[message] * 2] * world
 
 
 def test_a_group_of_one(ranks):
-    query, key, value, scores = dynamic_case(30)
-    whole = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "scores": scores,
-        "window": 7,
-        "local": 2,
-        "dropout_p": 0.2,
-        "dropout_seed": SEED,
-    }
+    whole = arguments(30, 7, local=2, dropout_p=0.2, dropout_seed=SEED)
     (got,) = ranks.run("rank_calls:call", [(whole,)])
-    assert torch.equal(
-        got, dmattn.dynamic_mask_attention(query, key, value, scores, 7, local=2, dropout_p=0.2, dropout_seed=SEED)
-    )
+    assert torch.equal(got, dmattn.dynamic_mask_attention(**whole))
 
 
 # Faults --------------------------------------------------------------------------------------------------------------------------------
@@ -377,11 +367,6 @@ def test_a_mask_whose_tensors_change_is_read_again(ranks, world):
     for place, left in enumerate((1, 5)):
         whole = dmattn.attention(query, key, value, IntervalMask.sliding_window(length, left))
         two_ways.assert_same_in_another_order(torch.cat([one[place] for one in found], 2), whole, whole.dtype)
-
-
-def arguments():
-    query, key, value, scores = dynamic_case(8)
-    return {"query": query, "key": key, "value": value, "scores": scores, "window": 4}
 
 
 def every_rank_says(ranks, given, message, call="call"):

@@ -60,8 +60,7 @@ def test_two_ranks_compute_the_layer(two_ranks, recipe, documents, compiled):
         assert torch.equal(indices, lists.indices[:, :, chunk])
         torch.testing.assert_close(of_hidden, hidden.grad[:, chunk])
         torch.testing.assert_close(loss, losses[rank].detach())
-        for name, parameter in layer.named_parameters():
-            torch.testing.assert_close(gradients[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(gradients, {name: parameter.grad for name, parameter in layer.named_parameters()})
 
 
 @pytest.mark.parametrize("recipe", [{}, {"recency": None, "local_heads": 0}, None], ids=str)
@@ -94,8 +93,7 @@ def test_two_ranks_compute_the_layer_of_scores(two_ranks, recipe, documents, com
         torch.testing.assert_close(got, out[:, own].detach())
         torch.testing.assert_close(loss, losses[rank].detach())
         torch.testing.assert_close(of_hidden, hidden.grad[:, own])
-        for name, parameter in layer.named_parameters():
-            torch.testing.assert_close(gradients[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(gradients, {name: parameter.grad for name, parameter in layer.named_parameters()})
 
 
 def test_distributed_heads_are_refused(two_ranks):

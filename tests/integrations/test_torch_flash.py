@@ -365,6 +365,9 @@ def test_what_is_not_taken_goes_to_the_kernel_before_and_is_said_once(caplog):
         library._destroy()
 
 
+FOUR, NO_DROPOUT = torch.zeros(4, 1, 8), (4, 4, 0.0, False, False)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -379,18 +382,22 @@ def test_reasons(activated, more, message):
         aten._flash_attention_forward(*given, None, None, 9, 9, 0.0, False, False, **more)
 
 
-def test_more_reasons(activated):
-    with pytest.raises(NotImplementedError, match="expected dtype"):
-        aten._scaled_dot_product_flash_attention(*[torch.zeros(1, 1, 4, 8, dtype=torch.int32)] * 3)
-    with pytest.raises(NotImplementedError, match="dropout_p"):
-        aten._scaled_dot_product_flash_attention(*inputs((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8)), 1.0)
-    packed = inputs((4, 1, 8), (4, 1, 8), (4, 1, 8))
-    with pytest.raises(NotImplementedError, match="cum_seq_k: expected a tensor"):
-        aten._flash_attention_forward(*packed, ends_of([4]), None, 4, 4, 0.0, False, False)
-    with pytest.raises(NotImplementedError, match=r"expected \[T, heads, D\] with cum_seq_q"):
-        aten._flash_attention_forward(
-            *inputs((1, 4, 1, 8), (4, 1, 8), (4, 1, 8)), ends_of([4]), ends_of([4]), 4, 4, 0.0, False, False
-        )
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("_scaled_dot_product_flash_attention", [torch.zeros(1, 1, 4, 8, dtype=torch.int32)] * 3, "expected dtype"),
+        ("_scaled_dot_product_flash_attention", [*[torch.zeros(1, 1, 4, 8)] * 3, 1.0], "dropout_p"),
+        ("_flash_attention_forward", [*[FOUR] * 3, ends_of([4]), None, *NO_DROPOUT], "cum_seq_k: expected a tensor"),
+        (
+            "_flash_attention_forward",
+            [FOUR[None], FOUR, FOUR, *[ends_of([4])] * 2, *NO_DROPOUT],
+            r"expected \[T, heads, D\] with cum_seq_q",
+        ),
+    ],
+)
+def test_more_reasons(activated, name, arguments, message):
+    with pytest.raises(NotImplementedError, match=message):
+        getattr(aten, name)(*arguments)
 
 
 # On a GPU: torch's own dispatch ------------------------------------------------------------------------------------------------------------

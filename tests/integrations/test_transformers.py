@@ -557,7 +557,6 @@ def test_training_compiles_in_one_graph(name, backend):
     model = copy.deepcopy(built(name)).train()
     inputs = {"input_ids": tokens(), "attention_mask": padded("left"), "use_cache": False}
     expected = results(model, "dmattn", inputs["attention_mask"], **inputs)
-    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     logits = compiled(**inputs).logits[inputs["attention_mask"].bool()]
     gradients = torch.autograd.grad(logits.square().mean(), list(model.parameters()), allow_unused=True)
@@ -576,7 +575,6 @@ def test_decoding_from_a_static_cache_compiles_in_one_graph(name):
         graphs.append(graph)
         return graph.forward
 
-    torch._dynamo.reset()
     step = torch.compile(model.forward, fullgraph=True, backend=counted)
     cache = transformers.StaticCache(config=model.config, max_cache_len=16)
     mask = padded("left", 2, 8)

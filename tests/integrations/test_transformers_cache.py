@@ -152,7 +152,6 @@ def test_compiled_steps_are_one_graph():
     compiled = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
     compiled._compile_all_devices = True
     cache = bounded_cache(model)
-    torch._dynamo.reset()
     tokens = model.generate(**given | {"disable_compile": False}, compile_config=compiled, past_key_values=cache)
     assert torch.equal(tokens, expected)
     assert len(graphs) == 1

@@ -191,7 +191,6 @@ def test_training_compiles_in_one_graph():
     expected.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    torch._dynamo.reset()
     torch.manual_seed(7)
     loss = torch.compile(model, fullgraph=True, backend="eager")(**inputs).loss
     loss.backward()
@@ -204,7 +203,6 @@ def test_training_compiles_in_one_graph():
 def test_windows_that_change_compile_twice(options):
     """Once for the first window and once for all others, and torch's setting is as it was."""
     model, tokens = convert(built(), 20, **options), distinct()
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     with torch.no_grad():
@@ -234,7 +232,6 @@ def test_wrapped_models(wrap):
     """set_window, score_loss_of and bounded_cache reach the model in what torch.compile and peft make of it."""
     model, inputs = convert(built(), 9, **RECOMMENDED, score_queries=8), distinct()
     wrapped = wrap(model).train()
-    torch._dynamo.reset()
     assert set_window(wrapped, 4) is wrapped
     assert model.config.dynamic_mask["window"] == 4 == model.model.layers[0].self_attn.window
     wrapped(input_ids=inputs, use_cache=False)

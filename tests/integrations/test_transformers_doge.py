@@ -135,7 +135,6 @@ def test_training_compiles_in_one_graph(ours):
     model = copy.deepcopy(ours).train()
     inputs = {"input_ids": distinct(), "attention_mask": padded("left"), "use_cache": False}
     expected = loss_and_gradients(model, **inputs)
-    torch._dynamo.reset()
     assert_close(loss_and_gradients(torch.compile(model, fullgraph=True, backend="eager"), **inputs), expected)
 
 

@@ -128,7 +128,6 @@ def test_a_doge_model_compiles_whether_it_was_enabled_or_not(enabled, length):
     padding = torch.ones(2, length, dtype=torch.int64)
     padding[0, : length // 2] = 0
     inputs = {"input_ids": distinct(length=length, vocabulary=64), "attention_mask": padding, "use_cache": False}
-    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     with torch.no_grad():
         expected = model(**inputs).logits[padding.bool()]
@@ -210,57 +209,20 @@ CHOOSING = {
     "axk2": ("AXK2ForCausalLM", "AXK2Config", DSA),
     "dots3_note": ("Dots3NoteTextModel", "Dots3NoteTextConfig", DSA),
     "mistral_large4": ("MistralLarge4TextModel", "MistralLarge4TextConfig", DSA),
-    "hy_v4_vl": (
-        "HYV4VLTextModel",
-        "HYV4VLTextConfig",
-        DSA
-        | {
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-        },
-    ),
-    "qwen4_exp": (
-        "Qwen4ExpForCausalLM",
-        "Qwen4ExpTextConfig",
-        DECODER
-        | {
-            "head_dim": 16,
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 6,
-            "indexer_compress_ratio": 2,
-            "layer_types": ["indexed_attention"] * 2,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "hc_lowrank": 8,
-            "ple_layer_ids": [],
-            "ngram_vocab_size_base": 64,
-        },
-    ),
-    "minimax_m3_vl": (
-        "MiniMaxM3VLForCausalLM",
-        "MiniMaxM3VLTextConfig",
-        DECODER
-        | {
-            "head_dim": 16,
-            "rotary_dim": 8,
-            "index_n_heads": 2,
-            "index_head_dim": 16,
-            "index_block_size": 4,
-            "index_topk_blocks": 2,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "dense_intermediate_size": 48,
-            "shared_intermediate_size": 16,
-            "layer_types": ["full_attention", "minimax_m3_sparse"],
-            "mlp_layer_types": ["dense", "dense"],
-        },
-    ),
-}
+    "hy_v4_vl": ("HYV4VLTextModel", "HYV4VLTextConfig", DSA | {
+        "head_dim": 8, "num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }),
+    "qwen4_exp": ("Qwen4ExpForCausalLM", "Qwen4ExpTextConfig", DECODER | {
+        "head_dim": 16, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 6, "indexer_compress_ratio": 2,
+        "layer_types": ["indexed_attention"] * 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "hc_lowrank": 8, "ple_layer_ids": [], "ngram_vocab_size_base": 64,
+    }),
+    "minimax_m3_vl": ("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", DECODER | {
+        "head_dim": 16, "rotary_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 48, "shared_intermediate_size": 16,
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "dense"],
+    }),
+}  # fmt: skip
 ENABLED = ("axk2", "deepseek_v32", "glm_moe_dsa", "qwen4_exp")
 
 

@@ -96,7 +96,6 @@ def test_compiled_and_exported_programs_keep_it(call, hint):
         place, nodes = PLACES["forward"], (node for node in graph.nodes if "dmattn.forward" in str(node.target))
         return [len(node.args) > place and node.args[place] for node in nodes]
 
-    torch._dynamo.reset()
     graphs, leaves = [], [given.detach() for given in tokens()]
 
     def backend(module, _):

@@ -7,6 +7,7 @@ import dataclasses
 import dmattn
 import pytest
 import torch
+from cases import threads
 from dmattn import BlockMask, IndexMask, IntervalMask, autograd
 from dmattn.testing import (
     FEATURES,
@@ -22,6 +23,7 @@ from dmattn.testing.case import positions_from
 from dmattn.testing.features import MASK_TYPES
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import assert_compiles_once, assert_exports
 from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
@@ -105,6 +107,8 @@ ODD = {
     "a window of all": IndexMask(lists(40, 2), local=2**20, is_causal=True),
     "sinks of all": IndexMask(lists(40, 2), sink_keys=2**20),
     "more queries": IndexMask(lists(2, 2, 90, 6, most=50), is_causal=True, local=3),
+    "the last block is cut": IndexMask(torch.tensor([1, 0]).expand(40, 2), 32),
+    "duplicates in order": IndexMask((torch.arange(40)[:, None] + torch.tensor([0, 0, 9, 9])).clamp(max=49)),
 }
 
 
@@ -140,6 +144,40 @@ def test_odd_lists(device, dtype, name):
     assert_matches_reference(case_of(device, dtype, ODD[name].to(device)))
 
 
+@pytest.mark.parametrize("block", [1, 8])
+@pytest.mark.parametrize(
+    "beside", [{}, {"local": 5}, {"sink_keys": 3}, {"local": 21, "sink_keys": 9}, {"local": 2000, "sink_keys": 2000}]
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("H", [2, 8])
+def test_ascending_lists(device, dtype, block, beside, is_causal, H):
+    """Lists as selection leaves them: distinct entries in ascending order, -1 behind them."""
+    distinct = tensor((1, 2, 90, -(-135 // block)), 5).argsort(dim=-1)[..., :12].sort(dim=-1).values
+    kept = torch.arange(12) < torch.arange(90)[:, None] % 13
+    mask = IndexMask(torch.where(kept, distinct, -1).int().to(device), block, is_causal=is_causal, **beside)
+    assert_matches_reference(case_of(device, dtype, mask, H=H, Sk=135))
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.95], ids=["own keys", "shared keys"])
+def test_lists_of_several_chunks(device, dtype, shared):
+    """Keys with ever larger logits, so that maxima of later chunks take the place of earlier ones."""
+    indices = lists(1, 2, 5, 1100, most=1500)
+    is_shared = torch.rand(indices.shape, generator=torch.Generator().manual_seed(0)) < shared
+    mask = IndexMask(torch.where(is_shared, indices[:, :, :1], indices).to(device))
+    rising = torch.linspace(0, 20, 1500, device=device)[None, None]
+    assert_matches_reference(case_of(device, dtype, mask, Sk=1500, key_bias=rising))
+
+
+def test_positions_far_away(device, dtype):
+    """Of queries that stand beyond all keys, and before them; local windows go by positions."""
+    mask, offset = (
+        IndexMask(torch.full((1, 1, 70, 1), 5), local=1000, sink_keys=2).to(device),
+        torch.tensor([1100, -(2**30)], device=device),
+    )
+    visible = strategies.listed_rows(mask, positions_from(offset, 70, torch.device(device)), 200)
+    assert_matches_reference(case_of(device, dtype, mask, Sk=200, visible=visible, query_offset=offset))
+
+
 @given(data=st.data())
 def test_any_numbers_are_only_lists(device, dtype, data):
     """Through the ops, which nobody has checked lists for: what is no key is not visible, and never read."""
@@ -162,7 +200,12 @@ def test_any_numbers_are_only_lists(device, dtype, data):
 def test_gradients_are_the_same_in_every_run(device, dtype, block):
     mask = IndexMask(lists(2, 2, 200, 12, most=300 // block, device=device), block, is_causal=True)
     case = case_of(device, dtype, mask, Sk=300, deterministic=True, key_bias=tensor((2, 2, 300), 5, device=device))
-    assert_same_bits(run(case), run(case))
+    first = run(case)
+    for count in (torch.get_num_threads(), 1, 3):
+        with threads(count):
+            assert_same_bits(run(case), first)
+    twice = IndexMask(torch.cat([mask.indices] * 2, -1).flip(-1), block, is_causal=True)
+    assert_same_bits(run(dataclasses.replace(case, mask=twice)), first)
 
 
 @pytest.mark.parametrize("block", [1, 16, 64])
@@ -294,17 +337,12 @@ def arguments_of(length, entries, device, dtype):
 
 @pytest.mark.long
 def test_compile_without_recompiling(device, dtype):
-    torch._dynamo.reset()
-    compiled = torch.compile(masked, fullgraph=True, dynamic=True)
-    compiled(*arguments_of(450, 11, device, dtype)).sum().backward()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for length, entries in ((230, 9), (300, 40)):
-            given_tensors = arguments_of(length, entries, device, dtype)
-            out, expected = compiled(*given_tensors), masked(*given_tensors)
-            torch.testing.assert_close(out, expected)
-            made, wanted = (torch.autograd.grad(result.sum(), given_tensors[:3]) for result in (out, expected))
-            for ours, theirs in zip(made, wanted, strict=True):
-                torch.testing.assert_close(ours, theirs)
+    def step(call, length, entries):
+        given_tensors = arguments_of(length, entries, device, dtype)
+        out = call(*given_tensors)
+        return out, *torch.autograd.grad(out.sum(), given_tensors[:3])
+
+    assert_compiles_once(masked, ((450, 11), (230, 9), (300, 40)), step, "inductor")
 
 
 class Attends(torch.nn.Module):
@@ -320,11 +358,8 @@ def test_export_with_dynamic_shapes(tmp_path):
         return *(leaf.detach() for leaf in leaves), IndexMask(indices, 2, is_causal=True, local=5)
 
     shapes = (*({2: length},) * 3, [{2: length, 3: entries}])
-    program = torch.export.export(Attends(), example(40, 7), dynamic_shapes=shapes, strict=False)
-    torch.export.save(program, tmp_path / "lists.pt2")
-    loaded = torch.export.load(tmp_path / "lists.pt2").module()
-    for sizes in ((5, 3), (333, 20)):
-        assert torch.equal(loaded(*example(*sizes)), Attends()(*example(*sizes)))
+    others = (example(5, 3), example(333, 20))
+    assert_exports(Attends(), example(40, 7), others, tmp_path / "lists.pt2", dynamic_shapes=shapes, strict=False)
 
 
 @pytest.mark.slow

@@ -273,29 +273,6 @@ def assert_consistent(mask: BlockMask) -> None:
     assert mask.columns.shape == (*tiles.shape[:2], tiles_k, tiles_q + 1)
 
 
-def expected_tiles(visible: torch.Tensor, tile_q: int, tile_k: int, tiles_q: int, tiles_k: int) -> torch.Tensor:
-    """0 empty, 1 full, 2 partial for each tile of a table, from the elements that exist; tiles beyond the lengths are empty."""
-
-    def state(tile: torch.Tensor) -> torch.Tensor:
-        return torch.where(tile.flatten(2).all(2), 1 if tile.numel() else 0, torch.where(tile.flatten(2).any(2), 2, 0))
-
-    rows = [visible[:, :, i * tile_q : (i + 1) * tile_q] for i in range(tiles_q)]
-    states = [[state(row[..., j * tile_k : (j + 1) * tile_k]) for j in range(tiles_k)] for row in rows]
-    return torch.stack([torch.stack(row, -1) for row in states], -2)
-
-
-@given(data=st.data())
-def test_from_bool_there_and_back(device, data):
-    shape = data.draw(strategies.shapes(min_length=1))
-    drawn = data.draw(strategies.block_masks_from_bool(shape, device))
-    assert torch.equal(drawn.mask.to_bool(), drawn.visible)
-    assert_consistent(drawn.mask)
-    tile_q, tile_k = drawn.mask.bits.shape[1], drawn.mask.bits.shape[2] * 32
-    assert torch.equal(
-        drawn.mask.tiles.clamp(max=2).long(), expected_tiles(drawn.visible, tile_q, tile_k, *drawn.mask.tiles.shape[2:])
-    )
-
-
 @pytest.mark.parametrize("queries", [1, 129, 257])
 def test_a_tile_of_a_single_row_is_partial_where_the_row_is(device, queries):
     visible = torch.ones(1, 1, queries, 300, dtype=torch.bool, device=device)
@@ -303,14 +280,6 @@ def test_a_tile_of_a_single_row_is_partial_where_the_row_is(device, queries):
     assert torch.equal(BlockMask.from_bool(visible).to_bool(), visible)
     alike = visible[:, :, -1:].expand(-1, -1, queries, -1)  # one row stands for all
     assert torch.equal(BlockMask.from_bool(alike).to_bool(), alike)
-
-
-@given(data=st.data())
-def test_from_blocks_there_and_back(device, data):
-    shape = data.draw(strategies.shapes())
-    drawn = data.draw(strategies.block_masks_from_blocks(shape, device))
-    assert_consistent(drawn.mask)
-    assert_same_mask(drawn.mask, drawn.visible, shape)
 
 
 @pytest.mark.parametrize("tile", [(32, 32), (64, 32), (32, 128), (128, 128), (96, 64)])

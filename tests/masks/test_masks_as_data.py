@@ -18,6 +18,7 @@ from dmattn.nn import MaskBuffer
 from dmattn.testing import AttentionCase, assert_matches_reference, per_query_head, strategies
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import assert_compiles_once, assert_exports, exported
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
@@ -399,7 +400,6 @@ def test_a_mask_that_is_not_saved(mask):
 def test_a_module_with_a_mask_compiles_and_exports(mask):
     module = Windowed(mask)
     expected = module(*queries())
-    torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(*queries()), expected)
     program = torch.export.export(module, tuple(queries()))
     assert torch.equal(program.module()(*queries()), expected)
@@ -468,12 +468,9 @@ def test_a_tree_keeps_what_a_mask_is(kind):
 
 def test_a_program_exported_with_one_interval_mask_takes_all(tmp_path):
     arguments = (*queries(2, 40, 40), IntervalMask.sliding_window(40, 5))
-    program = torch.export.export(Attends(), arguments, dynamic_shapes=(*({2: LENGTH},) * 3, [{2: LENGTH}, {2: LENGTH}]))
-    torch.export.save(program, tmp_path / "attends.pt2")
-    loaded = torch.export.load(tmp_path / "attends.pt2").module()
-    for n, make in zip(range(20, 40), INTERVALS.values(), strict=False):
-        arguments = (*queries(2, n, n), make(n))
-        assert torch.equal(loaded(*arguments), Attends()(*arguments))
+    others = [(*queries(2, n, n), make(n)) for n, make in enumerate(INTERVALS.values(), 20)]
+    shapes = (*({2: LENGTH},) * 3, [{2: LENGTH}, {2: LENGTH}])
+    assert_exports(Attends(), arguments, others, tmp_path / "attends.pt2", dynamic_shapes=shapes)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -485,9 +482,7 @@ def test_a_program_exported_with_a_base_takes_bases_of_its_kind_only(tmp_path, c
         return IntervalMask.documents(n, torch.tensor([0, n // 2, n]), causal) & IntervalMask.padding(n, torch.tensor([n, n - 3]))
 
     shapes = (*({2: LENGTH},) * 4, [{2: LENGTH}, {2: LENGTH}])
-    program = torch.export.export(Selects(), arguments(40, base(40)), dynamic_shapes=shapes)
-    torch.export.save(program, tmp_path / "selects.pt2")
-    loaded = torch.export.load(tmp_path / "selects.pt2").module()
+    loaded = exported(Selects(), arguments(40, base(40)), tmp_path / "selects.pt2", dynamic_shapes=shapes)
     for n in (30, 77):
         assert torch.equal(loaded(*arguments(n, base(n))), Selects()(*arguments(n, base(n))))
     n = 30
@@ -507,7 +502,6 @@ def test_a_compiled_function_takes_bases_and_makes_them():
         inner = base & IntervalMask.padding(k.shape[2], lengths)
         return dmattn.dynamic_mask_attention(q, k, v, scores, 8, base=inner), inner
 
-    torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (40, 61, 90):
         base = IntervalMask.documents(n, torch.tensor([0, n // 3, n]))
@@ -584,18 +578,10 @@ def test_a_length_is_remembered_under_compile():
     def made_inside(q, k, v, n):
         return dmattn.attention(q, k, v, IntervalMask.sliding_window(n, 3))
 
-    torch._dynamo.reset()
-    compiled = torch.compile(made_inside, fullgraph=True, dynamic=True, backend="aot_eager")
-    for n in (40, 41, 90):
-        with torch._dynamo.config.patch(error_on_recompile=n > 40):
-            torch.testing.assert_close(compiled(*queries(1, n, n), n), made_inside(*queries(1, n, n), n))
-    with pytest.raises(Exception, match="expected an IntervalMask for Sk="):
-        compiled(*queries(1, 30, 30), 1)
-    compiled_with = torch.compile(
-        lambda q, k, v, mask: dmattn.attention(q, k, v, mask), fullgraph=True, dynamic=True, backend="aot_eager"
-    )
-    with pytest.raises(Exception, match="expected an IntervalMask for Sk="):
-        compiled_with(*queries(1, 30, 30), IntervalMask.causal(1))
+    assert_compiles_once(made_inside, [(*queries(1, n, n), n) for n in (40, 41, 90)])
+    for call, last in ((made_inside, 1), (dmattn.attention, IntervalMask.causal(1))):
+        with pytest.raises(Exception, match="expected an IntervalMask for Sk="):
+            torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")(*queries(1, 30, 30), last)
 
 
 # Constructors -----------------------------------------------------------------------------------------------------------------------
@@ -756,7 +742,6 @@ def test_values_are_not_read_where_that_costs_or_cannot_be():
 
     q = strategies.random_tensor((1, 2, 192, 16), 0)
     arguments = (q, CHECKERS.tiles, CHECKERS.rows, CHECKERS.columns, CHECKERS.bits)
-    torch._dynamo.reset()
     compiled = torch.compile(made_inside, fullgraph=True, dynamic=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*arguments), made_inside(*arguments))
 

@@ -16,6 +16,7 @@ from dmattn.nn import DynamicMaskAttention, MaskBuffer, ScoreRecipe
 from dmattn.testing import AttentionCase, assert_matches_reference, strategies
 from hypothesis import strategies as st
 from layers import layer_with
+from programs import assert_exports, exported
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
@@ -201,7 +202,6 @@ def counts_of(graph):
 def test_the_compiled_and_the_exported_layer_give_it(name):
     layer, count = layers()[name]
     graphs, x = [], tensor((2, SK, 64), 1)
-    torch._dynamo.reset()
     compiled = torch.compile(layer.eval(), fullgraph=True, backend=lambda module, _: graphs.append(module.graph) or module)
     assert torch.equal(compiled(x), layer(x))
     assert [counts_of(graph) for graph in graphs] == [[count]]
@@ -257,7 +257,6 @@ def test_numbers_that_differ_compile_once(fn):
     def run(call, length):
         return [call(*(x.detach() for x in tokens(length)), mask) for mask in masks(length)]
 
-    torch._dynamo.reset()
     compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend="aot_eager")
     compiled(*(x.detach() for x in tokens(90)), next(masks(90)))
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -270,7 +269,6 @@ def test_windows_that_a_program_leaves_open_compile_once():
         mask = IntervalMask.top_k(scores, count, local=local) & IntervalMask.causal(k.shape[2])
         return dmattn.attention(q, k, v, mask, key_bias=scores), mask.most_keys
 
-    torch._dynamo.reset()
     compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend="aot_eager")
     inputs = [x.detach() for x in (*tokens(), SCORES)]
     compiled(*inputs, 8, 6)
@@ -293,12 +291,9 @@ def test_an_exported_program_keeps_that_of_its_example(tmp_path, strict):
     few, many = (IntervalMask.top_k(SCORES[:, :1], count) for count in (6, SK))
     bare = IntervalMask(few.start, few.end)
     for mask, count in ((few, 6), (IntervalMask.causal(SK), MOST), (bare, 0)):
-        program = torch.export.export(Attends(), (*example, mask), strict=strict)
-        assert counts_of(program.graph) == [count]
-        torch.export.save(program, tmp_path / "attends.pt2")
-        loaded = torch.export.load(tmp_path / "attends.pt2").module()
-        for other in (few, many, DOCUMENTS, bare):
-            assert torch.equal(loaded(*example, other), Attends()(*example, other))
+        assert counts_of(torch.export.export(Attends(), (*example, mask), strict=strict).graph) == [count]
+        others = [(*example, other) for other in (few, many, DOCUMENTS, bare)]
+        assert_exports(Attends(), (*example, mask), others, tmp_path / "attends.pt2", strict=strict)
 
 
 class Makes(torch.nn.Module):
@@ -308,10 +303,8 @@ class Makes(torch.nn.Module):
 
 def test_a_program_returns_masks(tmp_path):
     """A number that follows a length is none of the program's, and left out."""
-    program = torch.export.export(Makes(), (SCORES,), dynamic_shapes=({2: Dim("length", min=8, max=4096)},), strict=False)
-    torch.export.save(program, tmp_path / "makes.pt2")
-    scores = tensor((1, 2, 40), 7)
-    half, six = torch.export.load(tmp_path / "makes.pt2").module()(scores)
+    shapes, scores = ({2: Dim("length", min=8, max=4096)},), tensor((1, 2, 40), 7)
+    half, six = exported(Makes(), (SCORES,), tmp_path / "makes.pt2", dynamic_shapes=shapes, strict=False)(scores)
     assert [half.most_keys, six.most_keys] == [0, 6]
     assert torch.equal(half.end, IntervalMask.top_k(scores, 20).end)
 

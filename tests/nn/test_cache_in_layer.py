@@ -7,9 +7,9 @@ import math
 import dmattn
 import pytest
 import torch
-import torch._dynamo.testing
 from dmattn.testing import strategies
 from dmattn_bench import two_ways
+from generation import assert_prompts_generate, assert_rewinds_and_reorders, assert_step_compiles_once
 from layers import layer_with
 
 tensor = strategies.random_tensor
@@ -63,49 +63,24 @@ def test_the_layer_generates_what_it_would_see_at_once(options, cuts):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("options", [{"local": 3}, LEARNING], ids=len)
 def test_the_layer_generates_from_prompts_of_different_lengths(options, side):
-    made, hidden, lengths = layer(**options), tensor((3, 30, 32), 0, torch.float64), [20, 3, 11]
-    cache = made.new_cache(3, rewind=2)
-    pad = torch.full((20, 32), torch.nan, dtype=torch.float64)
-    prompts = [
-        (torch.cat([x[:n], pad[n:]]) if side == "right" else torch.cat([pad[n:], x[:n]]))
-        for x, n in zip(hidden, lengths, strict=True)
-    ]
-    with torch.no_grad():
-        out = made(torch.stack(prompts), cache=cache, lengths=torch.tensor(lengths, dtype=torch.int32), padding_side=side)
-        step = made(torch.stack([x[n : n + 1] for x, n in zip(hidden, lengths, strict=True)]), cache=cache)
-        for b, n in enumerate(lengths):
-            ours = torch.cat([out[b, :n] if side == "right" else out[b, 20 - n :], step[b]])
-            two_ways.assert_same_in_another_order(ours, made(hidden[b : b + 1, : n + 1])[0], torch.float64)
+    made = layer(**options)
+    assert_prompts_generate(made, tensor((3, 30, 32), 0, torch.float64), made.new_cache(3, rewind=2), side)
 
 
 @pytest.mark.parametrize("options", [{"local": 3, "recency": 0.3}, LEARNING], ids=len)
 def test_the_layer_s_cache_is_rewound_reordered_and_reset(options):
     made, hidden = layer(**options), tensor((2, 40, 32), 0, torch.float64)
-    cache, wrong = made.new_cache(2, rewind=4), tensor((2, 4, 32), 9, torch.float64)
+    cache = made.new_cache(2, rewind=4)
+    assert_rewinds_and_reorders(made, hidden, cache, tensor((2, 4, 32), 9, torch.float64))
     with torch.no_grad():
-        made(hidden[:, :25], cache=cache)
-        made(wrong, cache=cache)
-        cache.rewind(3)
-        cache.rewind(torch.tensor([1, 1], dtype=torch.int32))
-        cache.reorder(torch.tensor([1, 0]))
-        assert cache.length.tolist() == [25, 25]
-        out = made(hidden.flip(0)[:, 25:], cache=cache)
-        two_ways.assert_same_in_another_order(out, made(hidden).flip(0)[:, 25:], torch.float64)
-        cache.reset([1])
-        assert cache.length.tolist() == [40, 0]
         out = made(hidden[:, :12], cache=cache)
         two_ways.assert_same_in_another_order(out[1], made(hidden[:, :12])[1], torch.float64)
 
 
 @pytest.mark.parametrize("options", [{"local": 3, "recency": 0.3}, LEARNING], ids=len)
 def test_the_layer_s_step_compiles_once(options):
-    made, hidden = layer(**options), tensor((2, 40, 32), 0, torch.float64)
-    cache, counter = made.new_cache(2), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    step = torch.compile(lambda token: made(token, cache=cache), fullgraph=True, backend=counter)
-    with torch.no_grad():
-        outs = [step(hidden[:, p : p + 1]) for p in range(20)]
-        two_ways.assert_same_in_another_order(torch.cat(outs, 1), made(hidden[:, :20]), torch.float64)
-    assert counter.frame_count == 1
+    made = layer(**options)
+    assert_step_compiles_once(made, tensor((2, 40, 32), 0, torch.float64), made.new_cache(2))
 
 
 class TwoNumbers(torch.nn.Module):

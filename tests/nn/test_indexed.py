@@ -15,6 +15,8 @@ from dmattn.nn import IndexedAttention, IndexedCache, Indexer, IndexProjections,
 from dmattn.nn import scores as scores_module
 from dmattn.testing import AttentionCase, strategies
 from dmattn_bench import two_ways
+from generation import assert_prompts_generate, assert_rewinds_and_reorders, assert_step_compiles_once
+from programs import assert_compiles_once, exported
 from torch.utils.checkpoint import checkpoint
 
 tensor = strategies.random_tensor
@@ -259,38 +261,16 @@ def test_generation_is_the_whole_call_and_chooses_the_same_keys(options, cuts):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("options", [{}, RECIPES[2], RECIPES[3]], ids=len)
 def test_prompts_of_different_lengths(options, side):
-    layer, hidden, lengths = layer_of(**options).eval(), tensor((3, 30, 32), 0, torch.float64), [20, 3, 11]
-    cache = layer.new_cache(3, 24)
-    pad = torch.full((20, 32), torch.nan, dtype=torch.float64)
-    prompts = [
-        (torch.cat([x[:n], pad[n:]]) if side == "right" else torch.cat([pad[n:], x[:n]]))
-        for x, n in zip(hidden, lengths, strict=True)
-    ]
-    counts = torch.tensor(lengths, dtype=torch.int32)
-    with torch.no_grad():
-        out = layer(torch.stack(prompts), cache=cache, lengths=counts, padding_side=side)
-        step = layer(torch.stack([x[n : n + 1] for x, n in zip(hidden, lengths, strict=True)]), cache=cache)
-        for b, n in enumerate(lengths):
-            ours = torch.cat([out[b, :n] if side == "right" else out[b, 20 - n :], step[b]])
-            two_ways.assert_same_in_another_order(ours, layer(hidden[b : b + 1, : n + 1])[0], torch.float64)
-    assert cache.length.tolist() == [21, 4, 12]
+    layer = layer_of(**options).eval()
+    assert_prompts_generate(layer, tensor((3, 30, 32), 0, torch.float64), layer.new_cache(3, 24), side)
 
 
 @pytest.mark.parametrize("options", [{}, RECIPES[3]], ids=len)
 def test_the_cache_is_rewound_reordered_and_sequences_leave_and_join(options):
     layer, hidden = layer_of(**options).eval(), tensor((2, 40, 32), 0, torch.float64)
-    cache, wrong = layer.new_cache(2, 40, rewind=4), tensor((2, 4, 32), 9, torch.float64)
+    cache = layer.new_cache(2, 40, rewind=4)
+    assert_rewinds_and_reorders(layer, hidden, cache, tensor((2, 4, 32), 9, torch.float64))
     with torch.no_grad():
-        layer(hidden[:, :25], cache=cache)
-        layer(wrong, cache=cache)
-        cache.rewind(3)
-        cache.rewind(torch.tensor([1, 1], dtype=torch.int32))
-        cache.reorder(torch.tensor([1, 0]))
-        assert cache.length.tolist() == [25, 25]
-        out = layer(hidden.flip(0)[:, 25:], cache=cache)
-        two_ways.assert_same_in_another_order(out, layer(hidden).flip(0)[:, 25:], torch.float64)
-        cache.reset([1])
-        assert cache.length.tolist() == [40, 0]
         idle = torch.tensor([0, 12], dtype=torch.int32)
         out = layer(hidden[:, :12], cache=cache, lengths=idle)
         two_ways.assert_same_in_another_order(out[1], layer(hidden[:, :12])[1], torch.float64)
@@ -303,13 +283,8 @@ def test_the_cache_is_rewound_reordered_and_sequences_leave_and_join(options):
 
 
 def test_a_step_compiles_once_and_reads_no_length():
-    layer, hidden = layer_of(torch.float32).eval(), tensor((2, 20, 32), 0)
-    cache, counter = layer.new_cache(2, 20), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    step = torch.compile(lambda token: layer(token, cache=cache), fullgraph=True, backend=counter)
-    with torch.no_grad():
-        outs = [step(hidden[:, p : p + 1]) for p in range(20)]
-        two_ways.assert_same_in_another_order(torch.cat(outs, 1), layer(hidden), torch.float32)
-    assert counter.frame_count == 1
+    layer = layer_of(torch.float32).eval()
+    assert_step_compiles_once(layer, tensor((2, 20, 32), 0), layer.new_cache(2, 20))
 
 
 def test_a_cache_moves_and_is_saved_with_its_state():
@@ -339,27 +314,19 @@ def test_projections_are_named_and_select_alike():
 @pytest.mark.long
 def test_the_layer_compiles_whole_for_any_length():
     layer = layer_of(torch.float32, queries=8)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
 
     def step(call, length):
         torch.manual_seed(1)
         out, loss = call(tensor((2, length, 32), length), with_index_loss=True)
         return out, loss, *torch.autograd.grad(out.square().sum() + loss, list(layer.parameters()))
 
-    step(compiled, 41)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for length in (50, 67):
-            for ours, eager in zip(step(compiled, length), step(layer, length), strict=True):
-                torch.testing.assert_close(ours, eager)
+    assert_compiles_once(layer, ((41,), (50,), (67,)), step)
 
 
 def test_inference_is_exported_for_any_length(tmp_path):
     layer = layer_of(torch.float32).eval()
     length = torch.export.Dim("length", min=2, max=4096)
-    program = torch.export.export(layer, (tensor((1, 41, 32), 0),), dynamic_shapes=({1: length},))
-    torch.export.save(program, tmp_path / "layer.pt2")
-    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    loaded = exported(layer, (tensor((1, 41, 32), 0),), tmp_path / "layer.pt2", dynamic_shapes=({1: length},))
     for length in (41, 64):
         hidden = tensor((1, length, 32), 1)
         torch.testing.assert_close(loaded(hidden), layer(hidden))
@@ -372,8 +339,7 @@ def test_checkpointing_draws_the_same_queries():
         torch.manual_seed(2)
         out, loss = call(hidden, with_index_loss=True)
         results.append(torch.autograd.grad(out.square().sum() + loss, [hidden, *layer.parameters()]))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*results)
 
 
 def test_autocast_computes_in_half_precision():

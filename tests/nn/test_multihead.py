@@ -14,6 +14,7 @@ import torch
 from dmattn import BlockMask, IntervalMask
 from dmattn.nn import MultiheadAttention
 from dmattn.testing import strategies
+from programs import assert_compiles_once
 
 # torch warns that mask dtypes differ, that its encoder takes no nested tensors, and of parts of itself.
 pytestmark = pytest.mark.filterwarnings(
@@ -436,7 +437,6 @@ def test_inputs_of_torchs_own_tests(run_python):
 @pytest.mark.long
 def test_compile_and_export(device):
     """One graph for all lengths, with and without masks."""
-    torch._dynamo.reset()
     module = MultiheadAttention(E, H, batch_first=True, sliding_window=(3, 1), device=device)
     if device == "cuda":
         module = module.bfloat16()
@@ -445,12 +445,12 @@ def test_compile_and_export(device):
     def step(x, hidden):
         return module(x, x, x, key_padding_mask=hidden, need_weights=False)[0]
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="eager")
-    for count, length in enumerate((9, 12, 40)):
-        x = tensor((2, length, E), 3, dtype, device)
+    def given_of(length):
         hidden = torch.arange(length, device=device).expand(2, -1) >= torch.tensor([[7], [length]], device=device)
-        with torch._dynamo.config.patch(error_on_recompile=count > 0):
-            torch.testing.assert_close(compiled(x, hidden), step(x, hidden))
+        return tensor((2, length, E), 3, dtype, device), hidden
+
+    assert_compiles_once(step, map(given_of, (9, 12, 40)), backend="eager")
+    x, hidden = given_of(40)
     length = torch.export.Dim("length", min=2, max=1000)
     program = torch.export.export(
         module, (x, x, x, hidden, False), dynamic_shapes=({1: length}, {1: length}, {1: length}, {1: length}, None)

@@ -12,6 +12,7 @@ import torch
 from dmattn.testing import AttentionCase, poisoned_memory, strategies
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import assert_compiles_once, exported
 
 ops = torch.ops.dmattn
 tensor = strategies.random_tensor
@@ -395,27 +396,21 @@ def test_no_gradient(device, dtype):
 
 
 @pytest.mark.long
-def test_compile_serves_all_lengths(device, dtype):
-    torch._dynamo.reset()
-
+@pytest.mark.parametrize("pages", [False, True])
+def test_compile_serves_all_lengths(device, dtype, pages):
     def step(query, key, value, lengths, bias, sinks, table):
         return dmattn.decode_attention(
             query * 2, key, value, lengths, key_bias=bias, sinks=sinks, page_table=table, return_lse=True
         )
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True)
-    for pages in (False, True):
-        first = True
-        for lengths, capacity in (
-            ([5, 200, 1, 3, 9], 208), ([208, 0, 7, 1, 2], 208), ([3, 100, 7], 160), ([1, 2, 3, 4], 768)
-        ):  # sizes that are equal by chance would be guarded  # fmt: skip
-            case = make(device, dtype, lengths, H=6, Hkv=3, T=2, Smax=capacity, bias=True, sinks=True)
-            key, value, table = paged(case, 16) if pages else (case.key, case.value, None)
-            with torch._dynamo.config.patch(error_on_recompile=not first):
-                given = (case.query, key, value, case.lengths, case.key_bias, case.sinks, table)
-                for ours, eager in zip(compiled(*given), step(*given), strict=True):
-                    torch.testing.assert_close(ours, eager)
-            first = False
+    def given_of(lengths, capacity):
+        case = make(device, dtype, lengths, H=6, Hkv=3, T=2, Smax=capacity, bias=True, sinks=True)
+        key, value, table = paged(case, 16) if pages else (case.key, case.value, None)
+        return case.query, key, value, case.lengths, case.key_bias, case.sinks, table
+
+    # Sizes that are equal by chance would be guarded.
+    sizes = (([5, 200, 1, 3, 9], 208), ([208, 0, 7, 1, 2], 208), ([3, 100, 7], 160), ([1, 2, 3, 4], 768))
+    assert_compiles_once(step, (given_of(*size) for size in sizes), backend="inductor")
 
 
 class Step(torch.nn.Module):
@@ -427,9 +422,7 @@ def test_export(tmp_path, device, dtype):
     case = make(device, dtype, [5, 200])
     room = torch.export.Dim("room", min=2, max=4096)
     shapes = ({}, {2: room}, {2: room}, {})
-    program = torch.export.export(Step(), (case.query, case.key, case.value, case.lengths), dynamic_shapes=shapes)
-    torch.export.save(program, tmp_path / "step.pt2")
-    loaded = torch.export.load(tmp_path / "step.pt2").module()
+    loaded = exported(Step(), (case.query, case.key, case.value, case.lengths), tmp_path / "step.pt2", dynamic_shapes=shapes)
     for capacity in (2, 77, 700):
         case = make(device, dtype, [1, capacity], Smax=capacity)
         assert torch.equal(loaded(case.query, case.key, case.value, case.lengths), case.call()[0])

@@ -18,7 +18,6 @@ from dmattn.testing import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from layers import layer_with
 
 tensor = strategies.random_tensor
 
@@ -63,14 +62,6 @@ def test_equals_attention_with_a_top_k_mask(device, dtype, causal, beside):
         general = dmattn.attention(query, key, value, mask, key_bias=scores, is_causal=causal, return_lse=True)
         assert torch.equal(ours[0], general[0])
         assert torch.equal(ours[1], general[1])
-
-
-def test_a_window_of_0_is_a_streaming_head(device, dtype):
-    query, key, value = (tensor((2, heads, 90, 32), i, dtype, device) for i, heads in enumerate((4, 2, 2)))
-    scores = tensor((2, 2, 90), 5, device=device)
-    ours = dmattn.dynamic_mask_attention(query, key, value, scores, 0, local=20, sink_keys=3)
-    streaming = IntervalMask.streaming(90, sink_keys=3, local=20, device=device)
-    assert torch.equal(ours, dmattn.attention(query, key, value, streaming, key_bias=scores, is_causal=True))
 
 
 def test_scores_of_local_keys_and_sinks_take_gradients(device, dtype):
@@ -132,40 +123,6 @@ def test_doge_formulas(window):
 # The layer ------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_kv_heads": 2},
-        {"head_dim": 24, "bias": True},
-        {"rope_theta": None},
-        {"partial_rotary_factor": 0.5},
-        {"softcap": 3.0},
-        {"local": 3, "sink_keys": 2},
-    ],
-)
-def test_layer_is_its_formula(options):
-    torch.manual_seed(0)
-    layer = layer_with(64, 4, window=5, dtype=torch.float64, **options)
-    torch.nn.init.normal_(layer.A)
-    hidden = tensor((2, 30, 64), 0, torch.float64).requires_grad_()
-    out = layer(hidden)
-    size = options.get("head_dim", 16)
-    q, k, v = (proj(hidden).unflatten(2, (-1, size)).transpose(1, 2) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
-    scores = torch.exp(layer.A * F.softplus(layer.dt_proj(v.transpose(1, 2).flatten(2)))).transpose(1, 2)
-    if layer.rope_theta is not None:
-        q, k = (rotate(x, layer.rope_theta, factor=layer.partial_rotary_factor) for x in (q, k))
-    attended, _ = AttentionCase(
-        q, k, v, visible=top_k_visible(scores, 5, local=options.get("local", 0), sink_keys=options.get("sink_keys", 0)), key_bias=scores,
-        softcap=options.get("softcap", 0.0),
-    ).call_reference()  # fmt: skip
-    expected = layer.o_proj(attended.transpose(1, 2).flatten(2))
-    torch.testing.assert_close(out, expected)
-    leaves = [hidden, *layer.parameters()]
-    for ours, theirs in zip(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 def test_layer_details():
     layer = DynamicMaskAttention(64, 4, window=5, num_kv_heads=2, dropout=0.5)
     assert not layer.A.any()
@@ -178,15 +135,6 @@ def test_layer_details():
     beside = DynamicMaskAttention(64, 4, window=0, local=6, sink_keys=1)
     assert "window=0, local=6, sink_keys=1" in repr(beside)
     assert beside.state_dict().keys() == layer.state_dict().keys()
-
-
-@pytest.mark.parametrize("options", [{"window": 50}, {"window": 2, "local": 3, "sink_keys": 1}], ids=str)
-def test_layer_keeps_documents_apart(options):
-    layer = DynamicMaskAttention(64, 4, **options, rope_theta=None)
-    torch.nn.init.normal_(layer.A)
-    hidden = tensor((1, 20, 64), 0)
-    packed = layer(hidden, IntervalMask.documents(20, torch.tensor([0, 12, 20])))
-    torch.testing.assert_close(packed, torch.cat([layer(hidden[:, :12]), layer(hidden[:, 12:])], dim=1))
 
 
 # Modules are called -----------------------------------------------------------------------------------------------------------------
@@ -252,27 +200,6 @@ def test_key_scores_of_a_module_a_weight_and_the_older_keyword():
         dmattn.key_scores(value, dt_proj_weight=module.weight, A=A, dt_proj_bias=module.bias),
     ):
         assert torch.equal(scores, expected)
-
-
-def rotated_by_complex_numbers(x, theta, first=0):
-    """The same embedding by its definition: the pair (d, d + D/2) is a complex number, multiplied by exp(i * position * frequency)."""
-    half = x.shape[-1] // 2
-    turned = torch.empty_like(x)
-    for row in range(x.shape[2]):
-        for d in range(half):
-            pairs = torch.complex(x[:, :, row, d], x[:, :, row, d + half])
-            angle = torch.tensor((first + row) * theta ** (-2 * d / x.shape[-1]), dtype=x.dtype)
-            pairs = pairs * torch.complex(angle.cos(), angle.sin())
-            turned[:, :, row, d], turned[:, :, row, d + half] = pairs.real, pairs.imag
-    return turned
-
-
-@pytest.mark.parametrize("theta", [10000.0, 7.0])
-def test_float64_rotates_far_away(theta):
-    """Angles of float32, the nearest to a position of a million and its fractions, would be off by a twentieth."""
-    x, first = tensor((2, 3, 20, 16), 0, torch.float64), 10**6
-    positions = first + torch.arange(20)[None]
-    torch.testing.assert_close(rotate(x, theta, positions).float(), rotated_by_complex_numbers(x, theta, first).float())
 
 
 def test_a_part_of_the_dimensions_rotates_as_if_it_were_all():

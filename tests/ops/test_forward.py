@@ -31,23 +31,6 @@ def test_drawn_cases(device, data):
     assert_matches_reference(data.draw(attention_cases(device)), gradients=False)
 
 
-@pytest.mark.parametrize("kind", ["bool", "blocks", "interval", "index", "combined", "top_k"])
-@given(data=st.data())
-def test_each_mask_with_everything_else_plain(device, dtype, kind, data):
-    shape = data.draw(strategies.shapes(max_length=300))
-    kinds = {
-        "bool": strategies.bool_tensor_masks,
-        "blocks": strategies.block_masks,
-        "interval": strategies.interval_masks,
-        "index": strategies.index_masks,
-        "combined": strategies.combined_masks,
-        "top_k": strategies.top_k_masks,
-    }
-    drawn = data.draw(kinds[kind](shape, device))
-    case = make(device, dtype, **dataclasses.asdict(shape), mask=drawn.mask, visible=drawn.visible, description=drawn.description)
-    assert_matches_reference(case, gradients=False)
-
-
 @pytest.mark.parametrize(("D", "Dv"), [(8, 256), (256, 8), (136, 120), (24, 40), (256, 256)])
 def test_head_sizes(device, dtype, D, Dv):
     assert_matches_reference(make(device, dtype, D=D, Dv=Dv, is_causal=True), gradients=False)

@@ -295,7 +295,6 @@ def test_compile_with_dynamic_shapes(device, dtype):
     def chosen(query, key, weights, lengths):
         return dmattn.index_top_k(query, key, weights, 9, local=2, lengths=lengths).indices
 
-    torch._dynamo.reset()
     compiled = torch.compile(chosen, fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (40, 77, 130):
@@ -453,7 +452,6 @@ def test_loss_compiles(device, dtype):
     def loss(*leaves):  # of views, as a layer's projections are
         return dmattn.index_loss(*(leaf.transpose(1, 2) for leaf in leaves), query, key, rows=rows, local=4)
 
-    torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True)
     for got, wanted in zip(
         torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(loss(*leaves), leaves), strict=True

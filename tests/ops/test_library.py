@@ -183,18 +183,9 @@ def test_a_device_is_usable_when_the_library_has_kernels_for_it(monkeypatch, has
 
 def test_importing_loads_no_optional_package(run_python):
     optional = {
-        "transformers",
-        "matplotlib",
-        "hypothesis",
-        "accelerate",
-        "triton",
-        "numpy.testing",
-        "torch._dynamo",
-        "torch._inductor",
-        "torch.utils.flop_counter",
-        "torch.nn.attention.flex_attention",
-        "sympy",
-    }
+        "transformers", "matplotlib", "hypothesis", "accelerate", "triton", "numpy.testing", "sympy",
+        "torch._dynamo", "torch._inductor", "torch.utils.flop_counter", "torch.nn.attention.flex_attention",
+    }  # fmt: skip
     program = f"import sys, torch; had = set(sys.modules); import dmattn; print(sorted({optional!r} & (set(sys.modules) - had)))"
     finished = run_python("-c", program)
     assert finished.returncode == 0, finished.stderr

@@ -37,19 +37,6 @@ def test_the_largest_tile_is_taken(device, tiles):
         ops.pack_tiles(mask, 40, 4100, 1, 1, *(tile + 32 if tile == 4096 else tile for tile in tiles))
 
 
-def test_one_more_is_refused():
-    query, key = repeated(1), repeated(LONGEST + 1)
-    for Sq, Sk in ((query, key), (key, query)):
-        with pytest.raises(ValueError, match=rf"query, key: expected lengths up to {LONGEST}, got Sq=.*{LONGEST + 1}"):
-            dmattn.attention(Sq, Sk, Sk)
-        with pytest.raises(RuntimeError, match=rf"(query|key): expected a length up to {LONGEST}, got {LONGEST + 1}"):
-            ops.forward(Sq, Sk, Sk, *(None,) * 11, *OPTIONS)
-    with pytest.raises(RuntimeError, match=rf"scores: expected a length up to {LONGEST}, got {LONGEST + 1}"):
-        ops.select(key[..., 0], None, 3, True)
-    with pytest.raises(ValueError, match=rf"value: expected a length up to {LONGEST}, got {LONGEST + 1}"):
-        dmattn.key_scores(key, tensor((1, 8), 0), torch.zeros(1))
-
-
 @pytest.mark.parametrize("window", [2**31, 2**32 + 2, 2**63 - 1])
 def test_a_local_window_and_sinks_beyond_32_bits_keep_every_key(device, window):
     scores = torch.full((1, 2, 40), -torch.inf, device=device)
@@ -136,9 +123,6 @@ def test_an_expanded_mask_is_read_once_a_tile(device):
     tiles = ops.pack_tiles(mask, length, length, 1, 1, 128, 128)[0]
     assert (tiles[..., : length // 128, : length // 128] == 1).all()
     assert time.monotonic() - start < 10  # 2^36 elements would take longer
-
-
-# What an option reaches -----------------------------------------------------------------------------------------------------------------
 
 
 # What is refused with a sentence ------------------------------------------------------------------------------------------------------
@@ -240,19 +224,17 @@ def lengths_of_traced_calls():
     layer = dmattn.nn.MultiheadAttention(16, 2, batch_first=True).eval()
     forward = flash_dmattn.flash_dynamic_mask_attention_forward
 
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, query, key):
-            return self.layer(query, key, key, is_causal=True, need_weights=False)[0]
+    def attends(layer, query, key):
+        return layer(query, key, key, is_causal=True, need_weights=False)[0]
 
     def heads(queries, keys):
         return tuple(tensor((1, 2, length, 8), seed) for seed, length in enumerate((queries, keys, keys)))
 
     return {
-        "MultiheadAttention": (Layer().eval(), lambda queries, keys: (tensor((1, queries, 16), 0), tensor((1, keys, 16), 1))),
+        "MultiheadAttention": (
+            Calls(attends, layer).eval(),
+            lambda queries, keys: (tensor((1, queries, 16), 0), tensor((1, keys, 16), 1)),
+        ),
         "sdpa": (lambda q, k, v: dmattn.scaled_dot_product_attention(q, k, v, is_causal=True), heads),
         "flash-dmattn's forward": (
             lambda q, k, v, scores: forward(None, q, k, v, None, scores, window_size=12)[0],

@@ -91,14 +91,12 @@ def test_steps_that_decode_are_printed_and_marked_as_well(switched, monkeypatch,
 
 def test_compiled_programs_print_and_mark_nothing(switched, capsys, ranges):
     switched(DMATTN_LOG="1", DMATTN_NVTX="1")
-    torch._dynamo.reset()
     compiled = torch.compile(dmattn.attention, fullgraph=True, backend="eager", dynamic=True)
     query, key, value = inputs()
     out = compiled(query, key, value, is_causal=True)
     assert out.requires_grad
     assert capsys.readouterr().err == ""
     assert ranges == []
-    torch._dynamo.reset()
 
 
 def test_transforms_print_nothing(switched, capsys):

@@ -363,7 +363,6 @@ def test_nested_vmap(name, device):
 
 @pytest.mark.long
 def test_compiled_without_recompiles(device):
-    torch._dynamo.reset()
 
     def both(x):
         return ops.reduce_sum(x, -1) + ops.reduce_max(x, -1, False), ops.reduce_sum(x), ops.reduce_max(x, 0, True)
@@ -415,7 +414,6 @@ def test_vmap_refuses_what_a_sample_has_not(name, device):
                 op(given[0], dim)
     for dim in (0, -1):
         assert torch.equal(torch.vmap(lambda sample, dim=dim: op(sample, dim))(x[0, 0]), x[0, 0])
-    torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=r"dim: expected a dimension from -2 to 1 of input .*, got 2"):
         torch.compile(lambda x: torch.vmap(lambda sample: op(sample, 2))(x), backend="eager")(x)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from dmattn import BlockMask, BoundedCache, IndexMask, IntervalMask
 from dmattn.testing import strategies
+from programs import assert_compiles_once, assert_exports
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -262,8 +263,6 @@ def compiled_functions(device):
 @pytest.mark.parametrize("number", range(5), ids=["everything", "top_k", "documents", "block", "local"])
 def test_compile_forward_and_backward_without_recompiling(device, dtype, number):
     fn = compiled_functions(device)[number]
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, fullgraph=True, dynamic=True)
 
     def step(call, length, seed):
         q, k, v, scores = (tensor(size, seed + i, dtype, device).requires_grad_() for i, size in enumerate(
@@ -274,11 +273,7 @@ def test_compile_forward_and_backward_without_recompiling(device, dtype, number)
         )
         return out, lse, *grads
 
-    step(compiled, 40, 0)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for length in (41, 64, 129, 300):
-            for ours, eager in zip(step(compiled, length, length), step(fn, length, length), strict=True):
-                torch.testing.assert_close(ours, eager)
+    assert_compiles_once(fn, [(length, length) for length in (40, 41, 64, 129, 300)], step, "inductor")
 
 
 class Generates(torch.nn.Module):
@@ -310,7 +305,6 @@ def test_compile_a_cache_without_recompiling(device, dtype):
     """A chunk is compiled once for all its lengths, a step once; the cache's tensors are written where they are."""
     eager, module = Generates(dtype, device), Generates(dtype, device)
     places = [getattr(module.cache, name).data_ptr() for name in CACHE_STATE]
-    torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, dynamic=True)
     with torch.no_grad():
         for count in (30, 1):  # each once
@@ -335,14 +329,11 @@ def test_compile_with_masks_as_inputs(device, dtype, kind):
     def fn(q, k, v, mask):
         return dmattn.attention(q, k, v, mask, is_causal=True)
 
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, fullgraph=True, dynamic=True)
+    def inputs_of(length):
+        return *(tensor((1, 4, length, 16), i, dtype, device) for i in range(3)), mask_of(length)
+
     # Lengths other than those of other dimensions: torch would guard sizes that are equal by chance.
-    compiled(*(tensor((1, 4, 450, 16), i, dtype, device) for i in range(3)), mask_of(450))
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for length in (230, 300):
-            q, k, v = (tensor((1, 4, length, 16), i, dtype, device) for i in range(3))
-            torch.testing.assert_close(compiled(q, k, v, mask_of(length)), fn(q, k, v, mask_of(length)))
+    assert_compiles_once(fn, map(inputs_of, (450, 230, 300)), backend="inductor")
 
 
 # export -------------------------------------------------------------------------------------------------------------------------------
@@ -375,13 +366,8 @@ def test_export_with_a_cache_as_state(tmp_path, counts):
 @pytest.mark.parametrize("module", [Attends(), AttendsBeside()], ids=lambda module: type(module).__name__)
 def test_export_with_a_dynamic_length_saved_and_loaded(tmp_path, module):
     length = Dim("length", min=2, max=4096)
-    example = (*inputs(Sq=40, Sk=40), tensor((2, 2, 40), 3))
-    program = torch.export.export(module, example, dynamic_shapes=({2: length},) * 4)
-    torch.export.save(program, tmp_path / "attends.pt2")
-    loaded = torch.export.load(tmp_path / "attends.pt2").module()
-    for n in (2, 33, 700):
-        arguments = (*inputs(Sq=n, Sk=n), tensor((2, 2, n), 4))
-        assert torch.equal(loaded(*arguments), module(*arguments))
+    example, *others = ((*inputs(Sq=n, Sk=n), tensor((2, 2, n), n)) for n in (40, 2, 33, 700))
+    assert_exports(module, example, others, tmp_path / "attends.pt2", dynamic_shapes=({2: length},) * 4)
 
 
 # other torch features -------------------------------------------------------------------------------------------------------------------

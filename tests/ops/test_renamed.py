@@ -14,9 +14,8 @@ from pathlib import Path
 import dmattn
 import pytest
 import torch
-from dmattn import BoundedCache, IntervalMask, dynamic_mask_attention, varlen_attention
-from dmattn.distributed import context_parallel_attention
-from dmattn.nn import DynamicMaskAttention, MultiheadAttention, ScoreRecipe, score_loss
+from dmattn import IntervalMask, dynamic_mask_attention
+from dmattn.nn import DynamicMaskAttention, ScoreRecipe
 from dmattn.nn.attention import OLD_NAMES
 from dmattn.renamed import renamed
 
@@ -26,63 +25,19 @@ ENDS = torch.tensor([0, 5, 12])
 HIDDEN = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(6))
 
 
-def seeded(make):
-    """A layer's output with weights that depend on the seed alone."""
-
-    def call(**options):
-        torch.manual_seed(0)
-        return make(**options)(HIDDEN)
-
-    return call
-
-
-def seen(make):
-    return lambda **options: make(**options).to_bool(12, 12)
-
-
-def varlen(**options):
-    query, key = Q[0].transpose(0, 1).contiguous(), K[0].transpose(0, 1).contiguous()
-    return varlen_attention(query, key, key, ENDS.int(), ENDS.int(), is_causal=True, local=2, **options)
-
-
-def loss(**options):
-    torch.manual_seed(0)
-    return score_loss(Q, K, SCORES, **options)
-
-
-def multihead(**options):
-    torch.manual_seed(0)
-    return MultiheadAttention(16, 2, batch_first=True, **options)(HIDDEN, HIDDEN, HIDDEN, need_weights=False)[0]
-
-
-# What is called, an old name, the new one, and a value that is not the default.
-ALIASES = {
-    "streaming": (seen(lambda **o: IntervalMask.streaming(12, local=3, **o)), "sink", "sink_keys", 2),
-    "documents": (seen(lambda **o: IntervalMask.documents(12, ENDS, **o)), "causal", "is_causal", False),
-    "chunked": (seen(lambda **o: IntervalMask.chunked(12, 4, **o)), "causal", "is_causal", False),
-    "top_k, causal": (seen(lambda **o: IntervalMask.top_k(SCORES, 3, **o)), "causal", "is_causal", False),
-    "top_k, sink": (seen(lambda **o: IntervalMask.top_k(SCORES, 3, **o)), "sink", "sink_keys", 2),
+# Calls with a value that is not the default under an old name: of a function, and of a class method below the decorator.
+CALLS = {
     "dynamic_mask_attention": (lambda **o: dynamic_mask_attention(Q, K, V, SCORES, 3, **o), "sink", "sink_keys", 2),
-    "varlen_attention": (varlen, "sink", "sink_keys", 1),
-    "score_loss": (loss, "sink", "sink_keys", 2),
-    "BoundedCache": (lambda **o: BoundedCache(1, 1, 2, 8, **o).position, "sink", "sink_keys", 3),
-    "layer, sink": (seeded(lambda **o: DynamicMaskAttention(16, 2, 3, **o)), "sink", "sink_keys", 2),
-    "recommended": (seeded(lambda **o: DynamicMaskAttention.recommended(16, 2, 8, **o)), "sink", "sink_keys", 2),
-    "MultiheadAttention": (multihead, "window", "sliding_window", 2),
+    "documents": (lambda **o: IntervalMask.documents(12, ENDS, **o).to_bool(12, 12), "causal", "is_causal", False),
 }
 
 
-@pytest.mark.parametrize(("call", "old", "new", "value"), ALIASES.values(), ids=ALIASES)
+@pytest.mark.parametrize(("call", "old", "new", "value"), CALLS.values(), ids=CALLS)
 def test_an_old_name_gives_the_same_and_warns_once(call, old, new, value):
     with pytest.warns(FutureWarning, match=f"^{old} is called {new} now") as warned:
         got = call(**{old: value})
-    assert len(warned) == 1
-    assert warned[0].filename == __file__
+    assert [warning.filename for warning in warned] == [__file__]
     assert torch.equal(got, call(**{new: value}))
-
-
-@pytest.mark.parametrize(("call", "old", "new", "value"), ALIASES.values(), ids=ALIASES)
-def test_both_names_are_refused(call, old, new, value):
     with pytest.raises(TypeError, match=f"^{new}, {old}: expected one of them, got both"):
         call(**{old: value, new: value})
 
@@ -146,6 +101,7 @@ def test_a_layer_and_one_of_old_arguments_are_the_same():
 )  # fmt: skip
 def test_attributes_of_layers_have_their_old_names_too(old, new, value):
     layer = DynamicMaskAttention(16, 2, 3, sink_keys=2)
+    assert old not in dir(layer)
     with pytest.warns(FutureWarning, match=f"^{old} is called {new} now"):
         assert getattr(layer, old) == operator.attrgetter(new)(layer)
     with pytest.warns(FutureWarning, match=f"^{old} is called {new} now"):
@@ -168,42 +124,36 @@ def test_layers_that_were_pickled_with_old_names_load():
     assert repr(loaded) == repr(layer)
 
 
-def test_calls_over_several_ranks_take_the_old_name():
-    """Without a group of ranks the call is refused, but its names are understood before."""
-    with (
-        pytest.warns(FutureWarning, match="^sink is called sink_keys now") as warned,
-        pytest.raises(ValueError, match="group: expected"),
-    ):
-        context_parallel_attention(Q, K, V, scores=SCORES, window=3, sink=1)
-    assert len(warned) == 1
-    with pytest.raises(TypeError, match=r"^sink_keys, sink: expected one of them, got both"):
-        context_parallel_attention(Q, K, V, scores=SCORES, window=3, sink=1, sink_keys=1)
-
-
-def old_names_of(source: str) -> set[tuple[str, str]]:
-    """(function, old name) of the decorated functions in a source; methods are called Class.method."""
+def old_names_of(source: str) -> set[tuple[str, str, str]]:
+    """(function, old name, new name) of the decorated functions in a source; methods are called Class.method."""
     found = set()
     for outer in ast.walk(ast.parse(source)):
         for node in outer.body if isinstance(outer, ast.Module | ast.ClassDef) else ():
             for decorator in getattr(node, "decorator_list", ()):
                 if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "renamed":
                     owner = f"{outer.name}." if isinstance(outer, ast.ClassDef) else ""
-                    names = {keyword.arg for keyword in decorator.keywords} - {None, "into"}  # OLD_NAMES are OF_RECIPES
-                    found |= {(owner + node.name, name) for name in names}
+                    names = {keyword.arg: keyword.value for keyword in decorator.keywords}
+                    known = names.keys() - {None, "into"}  # OLD_NAMES are OF_RECIPES
+                    found |= {(owner + node.name, name, ast.literal_eval(names[name])) for name in known}
     return found
 
 
-def test_no_alias_is_forgotten_here():
+def test_which_functions_have_old_names():
+    """What the decorator makes of them is tested above."""
     assert OF_RECIPES.keys() == OLD_NAMES.keys()
     folder = Path(dmattn.__file__).parent
-    assert set().union(*(old_names_of(path.read_text()) for path in folder.rglob("*.py"))) == {
-        ("IntervalMask.streaming", "sink"), ("IntervalMask.documents", "causal"), ("IntervalMask.chunked", "causal"),
-        ("IntervalMask.top_k", "causal"), ("IntervalMask.top_k", "sink"), ("dynamic_mask_attention", "sink"),
-        ("varlen_attention", "sink"), ("score_loss", "sink"), ("BoundedCache.__init__", "sink"), ("document_masks", "causal"),
-        ("top_k_masks", "causal"), ("DynamicMaskAttention.__init__", "sink"), ("DynamicMaskAttention.recommended", "sink"),
-        ("MultiheadAttention.__init__", "window"), ("context_parallel_attention", "sink"),
-        ("convert", "sink"), ("convert", "taught"), ("BoundedLayer.__init__", "sink"),
+    found = set().union(*(old_names_of(path.read_text()) for path in folder.rglob("*.py")))
+    of_sinks = {
+        "IntervalMask.streaming", "IntervalMask.top_k", "dynamic_mask_attention", "varlen_attention", "score_loss", "BoundedCache.__init__",
+        "DynamicMaskAttention.__init__", "DynamicMaskAttention.recommended", "context_parallel_attention", "convert", "BoundedLayer.__init__",
     }  # fmt: skip
+    of_causality = {"IntervalMask.documents", "IntervalMask.chunked", "IntervalMask.top_k", "document_masks", "top_k_masks"}
+    assert found == {
+        *((function, "sink", "sink_keys") for function in of_sinks),
+        *((function, "causal", "is_causal") for function in of_causality),
+        ("MultiheadAttention.__init__", "window", "sliding_window"),
+        ("convert", "taught", "select_only"),
+    }
 
 
 def converted(**options):
@@ -212,20 +162,6 @@ def converted(**options):
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     return importlib.import_module("dmattn.integrations.transformers").convert(model, 3, **options).eval()
-
-
-@pytest.mark.parametrize(("old", "new", "value"), [("sink", "sink_keys", 2), ("taught", "select_only", True)])
-def test_converted_models(old, new, value):
-    tokens = torch.arange(8)[None]
-    with pytest.warns(FutureWarning, match=f"^{old} is called {new} now") as warned:
-        model = converted(**{old: value})
-    assert len(warned) == 1
-    assert model.config.dynamic_mask == converted(**{new: value}).config.dynamic_mask
-    assert torch.equal(model(tokens).logits, converted(**{new: value})(tokens).logits)
-    with pytest.raises(TypeError, match=f"^{new}, {old}: expected one of them, got both"):
-        converted(**{old: value, new: value})
-    with pytest.warns(FutureWarning, match=f"^{old} is called {new} now"):
-        assert getattr(model.model.layers[0].self_attn, old) == value
 
 
 def test_a_converted_model_that_was_saved_with_old_names_loads(tmp_path):
@@ -241,17 +177,6 @@ def test_a_converted_model_that_was_saved_with_old_names_loads(tmp_path):
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     module.set_window(loaded, 2)
     assert loaded.config.dynamic_mask == model.config.dynamic_mask | {"window": 2}
-
-
-def test_layers_of_caches():
-    pytest.importorskip("transformers")
-    layer_of = importlib.import_module("dmattn.integrations.transformers.cache").BoundedLayer
-    with pytest.warns(FutureWarning, match="^sink is called sink_keys now") as warned:
-        layer = layer_of(3, sink=2)
-    assert len(warned) == 1
-    assert (layer.sink_keys, copy.deepcopy(layer).sink_keys) == (2, 2)
-    with pytest.raises(TypeError, match=r"^sink_keys, sink: expected one of them, got both"):
-        layer_of(3, 0, 2, sink=2)
 
 
 def test_the_decorator_leaves_other_calls_alone():

@@ -17,6 +17,7 @@ from dmattn.testing import AttentionCase, assert_matches_reference, strategies, 
 from dmattn_bench.two_ways import assert_same_by_another_way
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import assert_compiles_once, assert_exports
 from torch.export import Dim
 
 tensor = strategies.random_tensor
@@ -325,27 +326,19 @@ def test_more_than_a_million_tokens():
 @pytest.mark.long
 def test_compile_without_recompiling(device, dtype):
     """One graph for any number of tokens and documents, forward and backward; also where queries and keys differ."""
-    torch._dynamo.reset()
 
-    def step(query, key, value, ends_q, ends_k, scores):
+    def both(query, key, value, ends_q, ends_k, scores):
         own = dmattn.varlen_attention(key, key, value, ends_k, is_causal=True, scores=scores, window=4)
         return own.sum() + dmattn.varlen_attention(query, key, value, ends_q, ends_k, is_causal=True).square().sum()
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for count, (lengths_q, lengths_k) in enumerate((([5, 9, 6], [9, 9, 8]), ([4, 4, 4, 60], [9, 8, 7, 40]))):
-        query, key, value = (
-            given[0].transpose(0, 1).requires_grad_()
-            for given in tokens(sum(lengths_q), sum(lengths_k), device, dtype, H=2, Hkv=2, Dv=16)
-        )
+    def step(call, lengths_q, lengths_k):
+        rows = tokens(sum(lengths_q), sum(lengths_k), device, dtype, H=2, Hkv=2, Dv=16)
+        query, key, value = (given[0].transpose(0, 1).requires_grad_() for given in rows)
         scores = tensor((key.shape[0], 2), 5, device=device).requires_grad_()
-        given = (query, key, value, ends_of(lengths_q, device), ends_of(lengths_k, device), scores)
-        with torch._dynamo.config.patch(error_on_recompile=count > 0):
-            result = compiled(*given)
-        eager = step(*given)
-        leaves = (query, key, value, scores)
-        torch.testing.assert_close(result, eager)
-        for ours, expected in zip(torch.autograd.grad(result, leaves), torch.autograd.grad(eager, leaves), strict=True):
-            torch.testing.assert_close(ours, expected)
+        result = call(query, key, value, ends_of(lengths_q, device), ends_of(lengths_k, device), scores)
+        return result, *torch.autograd.grad(result, (query, key, value, scores))
+
+    assert_compiles_once(both, (([5, 9, 6], [9, 9, 8]), ([4, 4, 4, 60], [9, 8, 7, 40])), step)
 
 
 def test_export_with_other_documents(tmp_path):
@@ -359,10 +352,8 @@ def test_export_with_other_documents(tmp_path):
 
     count = Dim("count", min=2, max=1000)
     shapes = ({0: Dim("Tq", max=1 << 20)}, {0: Dim("Tk", max=1 << 20)}, {0: count}, {0: count})
-    program = torch.export.export(Model(), example([5, 9, 6], [9, 9, 8]), dynamic_shapes=shapes)
-    torch.export.save(program, tmp_path / "packed.pt2")
-    given = example([3, 0, 20, 8], [4, 7, 2, 11])
-    assert torch.equal(torch.export.load(tmp_path / "packed.pt2").module()(*given), Model()(*given))
+    others = [example([3, 0, 20, 8], [4, 7, 2, 11])]
+    assert_exports(Model(), example([5, 9, 6], [9, 9, 8]), others, tmp_path / "packed.pt2", dynamic_shapes=shapes)
 
 
 def test_backward_copies_no_gradient(monkeypatch):

@@ -180,8 +180,7 @@ def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options):
     for call in (lambda: layer(hidden, with_index_loss=True), lambda: measured(hidden, None, torch.tensor(0.0))):
         torch.manual_seed(0)
         results.append(call())
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*results)
 
 
 def test_lists_choose_within_a_bounded_cache(quality):

@@ -254,9 +254,9 @@ class PagedCache:
             refuse_gradients("PagedCache.attend")
         if len(set(names)) != batch or len(names) != batch:
             raise ValueError(f"names: expected B={batch} different sequences, got {list(names)}")
-        (*_, size), (*_, value_size), heads = self.pool.key.shape, self.pool.value.shape, self.num_heads
+        size, value_size = self.pool.key.shape[3], self.pool.value.shape[3]
         like = ((self.pool.key.dtype,), self.pool.key, "the pool")
-        checks.shaped("query", query, "[B, H, T, D]", *like, H=heads, D=size)
+        checks.shaped("query", query, "[B, H, T, D]", *like, H=self.num_heads, D=size)
         checks.shaped("key", key, "[B, Hkv, T, D]", *like, Hkv=self.num_kv_heads, D=size)
         checks.shaped("value", value, "[B, Hkv, T, Dv]", *like, Hkv=self.num_kv_heads, Dv=value_size)
         sequences = [self._present(name) for name in names]

@@ -123,9 +123,10 @@ class AttentionCase:
         generator = torch.Generator().manual_seed(self.grad_seed)
         grad_out = torch.randn((batch, heads, queries, self.value.shape[3]), generator=generator)
         grad_lse = torch.randn((batch, heads, queries), generator=generator) * self.grad_through_lse
-        # Rounded to half precision first, they are the same numbers in every wider dtype.
-        half = torch.bfloat16 if self.query.dtype == torch.bfloat16 else torch.float16
-        grad_out, grad_lse = (given.to(half).to(self.query.device) for given in (grad_out, grad_lse))
+        # Rounded to both half precisions, they are the same numbers in every dtype.
+        grad_out, grad_lse = (given.bfloat16().half().to(self.query.device) for given in (grad_out, grad_lse))
+        if self.query.dtype == torch.bfloat16:
+            grad_out, grad_lse = grad_out.bfloat16(), grad_lse.bfloat16()
         return self.laid_out_gradients(grad_out, grad_lse)
 
     def laid_out_gradients(self, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
