@@ -187,7 +187,9 @@ nb::dict backward_plan(const nb::dict& call, const nb::dict& device) {
                                       {"union bits", plan.unions.seen},
                                       {"union counts", plan.unions.count},
                                       {"query lists", plan.query_lists.entries},
-                                      {"query list places", plan.query_lists.places}},
+                                      {"query list places", plan.query_lists.places},
+                                      {"query list begins", plan.query_lists.begin},
+                                      {"query list bits", plan.query_lists.listed}},
                                      w.bytes);
   return made;
 }

@@ -62,7 +62,7 @@ struct LiveKeys {
   int64_t range_count = 0;
   int range_queries = 0;  // as many as the rows of a tile
 
-  KeyUnions unions;         // of a call with index lists
+  KeyUnions unions;        // of a call with index lists
   QueryLists query_lists;  // of a backward call with index lists of blocks, in place of unions
 
   // Are keys gathered, from lists, without or from unions?

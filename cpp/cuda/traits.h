@@ -9,14 +9,14 @@ namespace dmattn::cuda {
 // Which keys an instance takes. A new source of keys is a value here, its properties below, and rows of cmake/instances.cmake
 // and of the tile tables.
 enum class Keys : int32_t {
-  kAll,        // all keys in order, or by causality the first ones
-  kIntervals,  // those, and intervals are tested where the call has them
-  kRange,      // intervals: keys in order from the first to the last that LiveKeys::ranges gives
-  kInOrder,    // those before, or the tiles of a block mask, and intervals beside them
-  kGathered,   // live keys, gathered row by row
-  kUnion,      // index lists: for each tile of queries the keys that some of them list, gathered row by row
+  kAll,         // all keys in order, or by causality the first ones
+  kIntervals,   // those, and intervals are tested where the call has them
+  kRange,       // intervals: keys in order from the first to the last that LiveKeys::ranges gives
+  kInOrder,     // those before, or the tiles of a block mask, and intervals beside them
+  kGathered,    // live keys, gathered row by row
+  kUnion,       // index lists: for each tile of queries the keys that some of them list, gathered row by row
   kQueryLists,  // index lists of blocks: keys in order, and for each tile of them the queries that list some, gathered row by row
-  kAny,        // kInOrder, or kGathered where the call has lists
+  kAny,         // kInOrder, or kGathered where the call has lists
 };
 
 struct KeyProperties {

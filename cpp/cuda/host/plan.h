@@ -110,8 +110,8 @@ struct BackwardPlan {
   Instance backward_dkdv, backward_dq;  // of the portable kernels; Kernel::kNone where one does not run
   Tile tile, backward_dkdv_tile, backward_dq_tile;
   KeySource keys = KeySource::kAll;
-  KeyLists lists;        // of kLists, and the order of query tiles beside a block mask
-  KeyUnionLists unions;  // of kUnions
+  KeyLists lists;             // of kLists, and the order of query tiles beside a block mask
+  KeyUnionLists unions;       // of kUnions
   QueryListPlan query_lists;  // of kQueryLists
   Reasons why;
 

@@ -53,9 +53,11 @@ const Instance* find_query_lists(const Build& build, const AttentionParams& p, b
   constexpr int32_t kLeastLog2Block = 5;
   static_assert(1 << kLeastLog2Block >= kListedKeys);
   const IndexLists& index = p.mask.index;
-  if (!has_index_lists(p) || index.log2_block < kLeastLog2Block || deterministic || p.bias.data || p.mask.tiles.data) return nullptr;
+  if (!has_index_lists(p) || index.log2_block < kLeastLog2Block || deterministic || p.bias.data || p.mask.tiles.data)
+    return nullptr;
   if (!fits_query_lists(p)) return nullptr;
-  const InstanceTraits traits = {Keys::kQueryLists, traits_of(p, true) == kUnionTraits ? Logits::kScaled : Logits::kCapped, Bias::kKey};
+  const InstanceTraits traits = {Keys::kQueryLists, traits_of(p, true) == kUnionTraits ? Logits::kScaled : Logits::kCapped,
+                                 Bias::kKey};
   const Instance* const found = find_instance(build, Kernel::kSm90Backward, p, traits);
   return found && found->traits == traits ? found : nullptr;
 }
@@ -259,9 +261,7 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
   const int64_t group = p.heads / p.kv_heads;
   const int64_t group_heads = is_fast ? group : heads_in_order(p, plan.instance, is_gathered);
   // Blocks that take queries by lists are all at the same head, whose queries and sums then stay in L2.
-  plan.heads_at_once = listed                    ? 1
-                       : is_fast && !is_gathered ? find_heads_at_once(p, *in_order, plan.processors)
-                                                 : group_heads;
+  plan.heads_at_once = listed ? 1 : is_fast && !is_gathered ? find_heads_at_once(p, *in_order, plan.processors) : group_heads;
   KeyListOptions options;
   options.is_one = is_fast && choice.keys == KeySource::kLists && has_one_tile_visit(p, plan.instance);
   const bool sums_keys = listed || plan.heads_at_once < group || (is_gathered && !options.is_one);

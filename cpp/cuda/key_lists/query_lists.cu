@@ -144,7 +144,8 @@ __device__ __forceinline__ int scan(int32_t* numbers, int count) {
   return sum;
 }
 
-// places: numbers of queries -> places in the list of the tile; begin: the length of the list. Clears listed. A block for each tile of a mask head.
+// places: numbers of queries -> places in the list of the tile; begin: the length of the list. Clears listed. A block for each
+// tile of a mask head.
 __global__ __launch_bounds__(kThreads) void place_kernel(const __grid_constant__ QueryLists lists) {
   const int64_t list = blockIdx.x, mask_head = list / lists.tiles;
   const int length = scan(lists.places + list * lists.query_blocks, lists.query_blocks);

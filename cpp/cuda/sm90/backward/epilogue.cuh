@@ -53,8 +53,8 @@ __device__ __forceinline__ void add_listed_grad_query(const QueryDescriptor& des
   }
 }
 
-// Adds grad_key and grad_value of the thread's two keys, and of its columns, to rows of key_sums. A missing key has the spare row,
-// or where many may be missing, and would wait for each other there, none.
+// Adds grad_key and grad_value of the thread's two keys, and of its columns, to rows of key_sums. A missing key has the spare
+// row, or where many may be missing, and would wait for each other there, none.
 template <int kDim, bool kSkipsMissing, int kOut>
 __device__ __forceinline__ void add_key_sums(const BackwardCall& call, int batch, int kv_head, const int (&keys_of_rows)[2],
                                              const float (&grad_key)[kOut][4], const float (&grad_value)[kOut][4]) {

@@ -69,8 +69,8 @@ class QueryGatherer {
     const IndexLists& index = p.mask.index;
     const int first = listed.query[index_place<kQueries>(0)], last = listed.query[index_place<kQueries>(count - 1)];
     const int shift = static_cast<int>(p.key_length - p.query_length), last_local = local_shift(index, tile.batch, shift);
-    const bool is_whole = max(tile.bounds[0][1], tile.bounds[1][1]) <= first + shift &&
-                          last + shift < min(tile.bounds[0][2], tile.bounds[1][2]);
+    const bool is_whole =
+        max(tile.bounds[0][1], tile.bounds[1][1]) <= first + shift && last + shift < min(tile.bounds[0][2], tile.bounds[1][2]);
     const bool has_local = index.local > 0 && last + last_local >= tile.first_place &&
                            first + last_local - index.local < tile.first_place + kShape.keys;
     return !is_whole || has_local || tile.first_place < index.sinks;
@@ -113,10 +113,14 @@ class QueryGatherer {
     }
     group_sync(kQueryBarrier, kQueryLoaders);
     if (thread_ == 0) {
-      shared_.query_descriptors[slot] = {nullptr, call_.query_sums + batch_head * p.query_length * sum_width(p.head_dim),
-                                         0,       head,
-                                         false,   true,
-                                         needs_test(tile, listed, min(left, kQueries)), (shared_.row_flags & kBadRows) != 0};
+      shared_.query_descriptors[slot] = {nullptr,
+                                         call_.query_sums + batch_head * p.query_length * sum_width(p.head_dim),
+                                         0,
+                                         head,
+                                         false,
+                                         true,
+                                         needs_test(tile, listed, min(left, kQueries)),
+                                         (shared_.row_flags & kBadRows) != 0};
     }
     gather(p.query, p.head_dim, batch, head, shared_.query[stage], listed);
     gather(call_.b.grad_out, p.value_dim, batch, head, shared_.grad_out[stage], listed);

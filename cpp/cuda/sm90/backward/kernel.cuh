@@ -8,8 +8,8 @@
 
 #include "../../common/kernel_limits.cuh"
 #include "epilogue.cuh"
-#include "gradients.cuh"
 #include "gather_q.cuh"
+#include "gradients.cuh"
 #include "load_kv.cuh"
 #include "load_q.cuh"
 #include "semaphore.cuh"
@@ -248,7 +248,8 @@ class GradientConsumer {
     barrier_arrive(descriptor_empty_.at(tile_visit_));
     ++n_;
     if (call_.key_sums) {
-      if (has_chunk_before_) add_key_sums<kDim, Traits::kGathersQueries>(call_, batch, kv_head, keys_of_rows, grad_key_, grad_value_);
+      if (has_chunk_before_)
+        add_key_sums<kDim, Traits::kGathersQueries>(call_, batch, kv_head, keys_of_rows, grad_key_, grad_value_);
       if (kIsGathered && call_.semaphores) barrier_arrive(semaphore_released_.at(tile_visit_));
     } else if constexpr (kIsGathered) {  // this tile visit is the only one of its keys
       store_key_gradients<T, kDim>(call_, batch, kv_head, keys_of_rows, grad_key_, grad_value_);

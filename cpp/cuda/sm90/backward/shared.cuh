@@ -36,8 +36,8 @@ struct QueryDescriptor {
   bool has_bad_rows;  // are there any in the call?
 };
 
-// A chunk of gathered queries, -1 for none, by index_place; and for each kListedKeys keys of the tile which of them list those: query
-// q of the chunk where bit q % 32 of word q / 32 is set.
+// A chunk of gathered queries, -1 for none, by index_place; and for each kListedKeys keys of the tile which of them list those:
+// query q of the chunk where bit q % 32 of word q / 32 is set.
 template <int kQueries>
 struct ListedQueries {
   alignas(16) int32_t query[kQueries];
@@ -66,8 +66,8 @@ struct alignas(1024) BackwardShared {
   KeyDescriptor key_descriptors[kKeyDescriptors];
   QueryDescriptor query_descriptors[kQueryDescriptors];
   ListedQueries<kShape.queries> listed[kQueryDescriptors];  // of Keys::kQueryLists
-  uint32_t work_tile, query_tile_visit;  // the work tile taken last; the tile visit whose queries are loaded
-  int row_flags;                         // a copy
+  uint32_t work_tile, query_tile_visit;                     // the work tile taken last; the tile visit whose queries are loaded
+  int row_flags;                                            // a copy
   uint64_t descriptor_full[kKeyDescriptors], descriptor_empty[kKeyDescriptors];
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], query_empty[kShape.query_stages];

@@ -14,7 +14,7 @@ __device__ __forceinline__ void hide_unlisted(const AttentionParams& p, const Ke
                                               const QueryDescriptor& descriptor, const ListedQueries<8 * kN>& listed,
                                               float (&scores)[kN][4]) {
   const ScorePlace<kDim> place;
-  const uint32_t(&words)[kN / 4] = listed.listed[place.first_row / kListedKeys];  // the keys of a warp share them
+  const uint32_t (&words)[kN / 4] = listed.listed[place.first_row / kListedKeys];  // the keys of a warp share them
   const auto hide = [&](const auto& hides) {
 #pragma unroll
     for (int word = 0; word < kN / 4; ++word) {
@@ -181,9 +181,10 @@ __device__ __forceinline__ bool has_apart_bias(const BackwardCall& call) {
 template <class T, int kDim, bool kCaps, int kSteps, int kN>
 __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, const KeyDescriptor& tile,
                                                    const QueryDescriptor& descriptor, const int32_t* gathered,
-                                                   const float (&scores)[kN][4], const float* lse2_of, const float* delta_of, const uint32_t* row_hash,
-                                                   const float (&bias_2)[2], bool has_huge_rows, uint32_t (&weights)[kSteps][4],
-                                                   uint32_t (&slopes)[kSteps][4], float (&bias_sum)[2]) {
+                                                   const float (&scores)[kN][4], const float* lse2_of, const float* delta_of,
+                                                   const uint32_t* row_hash, const float (&bias_2)[2], bool has_huge_rows,
+                                                   uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
+                                                   float (&bias_sum)[2]) {
   const AttentionParams& p = call.b.forward;
   const int column = ScorePlace<kDim>().column;
   const float curve = kCaps && call.cap_scale != 0.0f ? -1.0f : 0.0f;
