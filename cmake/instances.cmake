@@ -156,6 +156,8 @@ set(DMATTN_SM90_ROWS
   "backward|kGathered:kCapped:kKey|64,128"
   "backward|kUnion:kScaled:kKey|64,128"
   "backward|kUnion:kCapped:kKey|64,128"
+  "backward|kQueryLists:kScaled:kKey|64,128"
+  "backward|kQueryLists:kCapped:kKey|64,128"
   "backward|kInOrder:kDropout:kPair|64,128"
   "backward|kInOrder:kCapped:kPair|128"
   "backward_wide|kInOrder:kScaled:kNone|256"

@@ -185,7 +185,11 @@ nb::dict backward_plan(const nb::dict& call, const nb::dict& device) {
                                       {"lists", w.lists},
                                       {"union keys", plan.unions.key},
                                       {"union bits", plan.unions.seen},
-                                      {"union counts", plan.unions.count}},
+                                      {"union counts", plan.unions.count},
+                                      {"query lists", plan.query_lists.entries},
+                                      {"query list places", plan.query_lists.places},
+                                      {"query list begins", plan.query_lists.begin},
+                                      {"query list bits", plan.query_lists.listed}},
                                      w.bytes);
   return made;
 }

@@ -99,7 +99,8 @@ void run_sm90(BackwardCall call, const BackwardPlan& plan, void* memory, int32_t
       const AttentionParams& of_part = part.b.forward;
       if (call.key_sums) DMATTN_CUDA_CHECK(launch_clear_key_sums(part, stream));
       for (int64_t first = 0; first < of_part.heads; first += parts.launch_heads) {
-        const BackwardCall launch = part_of(part, 0, of_part.batch, first, std::min(parts.launch_heads, of_part.heads - first));
+        BackwardCall launch = part_of(part, 0, of_part.batch, first, std::min(parts.launch_heads, of_part.heads - first));
+        launch.live_keys.query_lists = find_query_lists(launch.b.forward, plan.query_lists, memory, stream);
         if (!parts.is_one) {
           const int64_t floats = of_part.batch * launch.b.forward.heads * parts.head_floats;
           DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(floats) * sizeof(float), stream));
@@ -218,7 +219,7 @@ BackwardResults backward_op(BackwardArguments given) {
   call.tile_counter = tile_counter, call.chained_heads = plan.chained_heads;
 
   const bool is_sm90 = plan.family == Family::kSm90;
-  call.query_sums_in_tiles = is_sm90;
+  call.query_sums_in_tiles = is_sm90 && plan.keys != KeySource::kQueryLists;
   BackwardCall for_terms = call;
   if (!is_sm90 || !plan.parts.is_one) for_terms.query_sums = nullptr;  // nothing to clear
   DMATTN_CUDA_CHECK(launch_row_terms(for_terms, stream));

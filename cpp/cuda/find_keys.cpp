@@ -24,6 +24,14 @@ LiveKeys lay_out_lists(const KeyLists& lists, int32_t* memory) {
   return keys;
 }
 
+// The mask heads of a call that may be the last part of the one that was planned, with fewer batches or heads.
+template <class Lists, class Plan>
+void place_mask_heads(Lists& lists, const Plan& plan, const AttentionParams& p) {
+  lists.batches = std::min(plan.batches, p.batch), lists.head_divisor = plan.head_divisor;
+  lists.heads = std::min(plan.heads, std::max<int64_t>(p.heads / plan.head_divisor, 1));
+  lists.batch_stride = plan.batches > 1 ? lists.heads : 0;
+}
+
 }  // namespace
 
 KeyUnions find_unions(const AttentionParams& p, const KeyUnionLists& lists, void* workspace, int first_tile,
@@ -33,10 +41,20 @@ KeyUnions find_unions(const AttentionParams& p, const KeyUnionLists& lists, void
   unions.count = lists.count.in<int32_t>(workspace);
   unions.queries = lists.queries, unions.words = lists.words, unions.capacity = lists.capacity;
   unions.first_tile = first_tile, unions.tiles = std::min(lists.at_once, lists.tiles - first_tile);
-  unions.batches = lists.batches, unions.heads = lists.heads, unions.head_divisor = lists.head_divisor;
-  unions.batch_stride = lists.batches > 1 ? lists.heads : 0;
+  place_mask_heads(unions, lists, p);
   DMATTN_CUDA_CHECK(launch_key_unions(p, unions, tile_counter, stream));
   return unions;
+}
+
+QueryLists find_query_lists(const AttentionParams& p, const QueryListPlan& plan, void* workspace, cudaStream_t stream) {
+  QueryLists lists;
+  if (plan.tiles == 0) return lists;
+  lists.entries = plan.entries.in<uint32_t>(workspace), lists.begin = plan.begin.in<int32_t>(workspace);
+  lists.listed = plan.listed.in<uint32_t>(workspace), lists.places = plan.places.in<int32_t>(workspace);
+  lists.tiles = plan.tiles, lists.query_blocks = plan.query_blocks, lists.capacity = plan.capacity;
+  place_mask_heads(lists, plan, p);
+  DMATTN_CUDA_CHECK(launch_query_lists(p, lists, stream));
+  return lists;
 }
 
 LiveKeys find_keys(const AttentionParams& p, const KeyLists& lists, int32_t* memory, cudaStream_t stream) {

@@ -10,6 +10,9 @@ namespace dmattn::cuda {
 KeyUnions find_unions(const AttentionParams& p, const KeyUnionLists& lists, void* workspace, int first_tile,
                       int32_t* tile_counter, cudaStream_t stream);
 
+// The lists of queries of each tile of keys. workspace: the call's.
+QueryLists find_query_lists(const AttentionParams& p, const QueryListPlan& plan, void* workspace, cudaStream_t stream);
+
 // Calls launch(round) for each round of unions, which the round's live_keys have, or once where the call has no index lists.
 template <class Call, class Launch>
 void for_each_round(const Call& call, const AttentionParams& p, const KeyUnionLists& lists, void* workspace,

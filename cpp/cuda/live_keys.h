@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "key_lists/key_unions.h"
+#include "key_lists/query_lists.h"
 #include "sizes.h"
 
 namespace dmattn::cuda {
@@ -61,7 +62,8 @@ struct LiveKeys {
   int64_t range_count = 0;
   int range_queries = 0;  // as many as the rows of a tile
 
-  KeyUnions unions;  // of a call with index lists
+  KeyUnions unions;        // of a call with index lists
+  QueryLists query_lists;  // of a backward call with index lists of blocks, in place of unions
 
   // Are keys gathered, from lists, without or from unions?
   __host__ __device__ bool gathers() const { return index || is_direct || unions.key; }
@@ -77,6 +79,8 @@ cudaError_t launch_one_list(const AttentionParams& p, const LiveKeys& live_keys,
 cudaError_t launch_key_ranges(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 // The lists of unions.tiles tiles of queries of each mask head. Clears tile_counter, if given.
 cudaError_t launch_key_unions(const AttentionParams& p, const KeyUnions& unions, int32_t* tile_counter, cudaStream_t stream);
+// The lists of all tiles of keys of each mask head.
+cudaError_t launch_query_lists(const AttentionParams& p, const QueryLists& lists, cudaStream_t stream);
 cudaError_t launch_order(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 
 }  // namespace dmattn::cuda

@@ -9,13 +9,14 @@ namespace dmattn::cuda {
 // Which keys an instance takes. A new source of keys is a value here, its properties below, and rows of cmake/instances.cmake
 // and of the tile tables.
 enum class Keys : int32_t {
-  kAll,        // all keys in order, or by causality the first ones
-  kIntervals,  // those, and intervals are tested where the call has them
-  kRange,      // intervals: keys in order from the first to the last that LiveKeys::ranges gives
-  kInOrder,    // those before, or the tiles of a block mask, and intervals beside them
-  kGathered,   // live keys, gathered row by row
-  kUnion,      // index lists: for each tile of queries the keys that some of them list, gathered row by row
-  kAny,        // kInOrder, or kGathered where the call has lists
+  kAll,         // all keys in order, or by causality the first ones
+  kIntervals,   // those, and intervals are tested where the call has them
+  kRange,       // intervals: keys in order from the first to the last that LiveKeys::ranges gives
+  kInOrder,     // those before, or the tiles of a block mask, and intervals beside them
+  kGathered,    // live keys, gathered row by row
+  kUnion,       // index lists: for each tile of queries the keys that some of them list, gathered row by row
+  kQueryLists,  // index lists of blocks: keys in order, and for each tile of them the queries that list some, gathered row by row
+  kAny,         // kInOrder, or kGathered where the call has lists
 };
 
 struct KeyProperties {
@@ -35,6 +36,7 @@ constexpr KeyProperties properties_of(Keys keys) {
     case Keys::kInOrder:   return {    false,      false,         true,    false};
     case Keys::kGathered:  return {     true,       true,        false,    false};
     case Keys::kUnion:     return {     true,       true,        false,    false};
+    case Keys::kQueryLists: return {   false,      false,        false,    false};
     case Keys::kAny:       return {    false,       true,         true,    false};
   }
   return {};
@@ -82,6 +84,7 @@ struct KernelTraits {
   static constexpr bool kGathers = properties_of(kKeys).gathers, kMayGather = properties_of(kKeys).may_gather,
                         kTakesBlocks = properties_of(kKeys).takes_blocks, kIsDense = properties_of(kKeys).is_dense;
   static constexpr bool kIsUnion = kKeys == Keys::kUnion, kMayBeUnion = kIsUnion || kKeys == Keys::kAny;
+  static constexpr bool kGathersQueries = kKeys == Keys::kQueryLists;
   static constexpr bool kMayDrop = kLogits != Logits::kScaled;
   static constexpr bool kHasOptions = has_options(kLogits);
 };

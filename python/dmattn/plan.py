@@ -32,6 +32,7 @@ KEYS = {
     "in order": "keys in order; a block mask or intervals",
     "gathered": "live keys gathered from lists",
     "union": "index lists: the keys that a tile of queries lists, gathered",
+    "query lists": "index lists of blocks: the queries that list a tile of keys, gathered",
     "any": "keys in order or gathered",
 }
 LOGITS = {"scaled": "", "dropout": "dropout", "capped": "softcap, dropout", "any": "any scale, softcap, dropout"}
@@ -43,6 +44,7 @@ SOURCES = {
     "range": "in order from the first to the last key that a tile of queries sees",
     "direct": "each tile of queries looks at all keys and gathers those that it sees",
     "lists": "lists of live keys, made first, gathered row by row",
+    "query lists": "keys in order, and for each tile of them the queries that list one of its blocks, made first, gathered row by row",
     "unions": "for each tile of queries the keys that some of them list, made first, gathered row by row",
     "compact": "lists of live keys, and copies of them side by side for heads that have few",
 }

@@ -42,6 +42,7 @@ MASKS = {
     "block of each head": {"block_heads": 4},
     "block and intervals": {"block_heads": 1, "interval_heads": 4},
     "index": {"index_heads": 2},
+    "index of blocks": {"index_heads": 2, "index_block": 64},
     "index of all heads, blocks and intervals": {"index_heads": 1, "index_block": 16, "block_heads": 1, "interval_heads": 4},
 }
 OPTIONS = [
@@ -180,7 +181,8 @@ def test_portable_backward_runs_the_kernels_that_the_order_of_sums_needs():
 # Where keys of a plan may come from, by the keys that its kernels take.
 SERVED = {
     "all": {"all"}, "intervals": {"all"}, "range": {"range"}, "in order": {"all", "block table", "range"},
-    "gathered": {"direct", "lists", "compact"}, "union": {"unions"}, "any": {"all", "block table", "lists", "unions"},
+    "gathered": {"direct", "lists", "compact"}, "union": {"unions"}, "query lists": {"query lists"},
+    "any": {"all", "block table", "lists", "unions"},
 }  # fmt: skip
 
 
@@ -197,6 +199,22 @@ def test_kernels_take_the_keys_of_the_plan(mask, device):
 def test_devices_with_less_shared_memory_have_smaller_tiles():
     tiles = [backward(plan.DEVICES[name], head_dim=256)["kernels"][0] for name in ("sm80", "sm86")]
     assert tiles[0]["keys"] > tiles[1]["keys"]
+
+
+def test_backward_gathers_the_queries_that_list_blocks():
+    lists = {
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "query_length": 4096,
+        "index_heads": 8,
+        "index_count": 16,
+        "index_block": 64,
+    }
+    assert backward(**lists)["keys"] == "query lists"
+    other = ({"index_block": 1}, {"deterministic": True}, {"head_dim": 192}, {"block_heads": 1})
+    assert {backward(**lists | call)["keys"] for call in other} == {"unions"}
+    assert {planned["keys"] for planned in (forward(**lists), backward(plan.DEVICES["sm80"], **lists))} == {"unions"}
 
 
 def test_unions_are_made_in_rounds_that_the_workspace_has_room_for():

@@ -480,12 +480,9 @@ def test_varlen_attn_on_a_gpu(window, on_gpu):
 
 
 @pytest.mark.gpu
-def test_fallbacks_and_dropout_on_a_gpu(on_gpu, caplog):
+def test_dropout_on_a_gpu(on_gpu):
     given = [torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3)]
-    with caplog.at_level(logging.WARNING, "dmattn.torch_flash"):
-        mask = aten._scaled_dot_product_flash_attention(*(x.detach() for x in given), 0.1, False, True)[-1]
-        assert mask.numel()
-        assert "return_debug_mask" in caplog.text
+    assert aten._scaled_dot_product_flash_attention(*(x.detach() for x in given), 0.1, False, True)[-1].numel()
     torch.manual_seed(0)
     out = F.scaled_dot_product_attention(*given, dropout_p=0.25, is_causal=True)
     out.square().sum().backward()

@@ -112,6 +112,34 @@ ODD = {
 }
 
 
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_long_lists(device, dtype, block):
+    # On a GPU backward takes 8,192 queries at a time.
+    length, keys = (8192 + 200 if device == "cuda" else 400), 300
+    mask = IndexMask(lists(1, 1, length, 3, most=-(-keys // block), device=device), block, local=length // 2, sink_keys=3)
+    assert_matches_reference(case_of(device, dtype, mask, B=1, H=2, Hkv=1, Sk=keys, D=64, Dv=64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [1, 64])
+def test_sums_that_do_not_fit_into_one_part(block):
+    # Three key heads whose gradients' sums have room for two: the last part of the call has one. Lists end where their memory ends.
+    device, dtype, length, heads = "cuda", torch.bfloat16, 81920, 16
+    entries = lists(1, 3, length, 64, most=length // block, device=device)
+    leaves = [
+        tensor((1, 3 * per, length, 64), number, dtype, device).requires_grad_() for number, per in enumerate((heads, 1, 1))
+    ]
+    incoming = tensor(leaves[0].shape, 4, dtype, device)
+    found = torch.autograd.grad(dmattn.attention(*leaves, IndexMask(entries, block, is_causal=True)), leaves, incoming)
+    for head in range(3):
+        some, query_heads = slice(head, head + 1), slice(heads * head, heads * (head + 1))
+        cut = [leaf.detach()[:, part].requires_grad_() for leaf, part in zip(leaves, (query_heads, some, some), strict=True)]
+        out = dmattn.attention(*cut, IndexMask(entries[:, some], block, is_causal=True))
+        expected = torch.autograd.grad(out, cut, incoming[:, query_heads])
+        for given_grad, wanted, part in zip(found, expected, (query_heads, some, some), strict=True):
+            assert (given_grad[:, part] - wanted).norm() < wanted.norm() / 100
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_odd_lists(device, dtype, name):
     assert_matches_reference(case_of(device, dtype, ODD[name].to(device)))
@@ -181,12 +209,13 @@ def test_gradients_are_the_same_in_every_run(device, dtype, block):
     assert_same_bits(run(dataclasses.replace(case, mask=twice)), first)
 
 
-def test_a_key_that_nobody_lists_may_hold_anything(device, dtype):
-    mask = IndexMask(2 * lists(2, 2, 40, 6, most=24, device=device).clamp(min=0))  # even keys
-    case = case_of(device, dtype, mask)
+@pytest.mark.parametrize("block", [1, 16, 64])
+def test_a_key_that_nobody_lists_may_hold_anything(device, dtype, block):
+    mask = IndexMask(2 * lists(2, 2, 40, 6, most=3, device=device).clamp(min=0), block)  # even blocks
+    case = case_of(device, dtype, mask, Sk=6 * block)
     nan = [given.clone() for given in (case.key, case.value)]
     for given_tensor in nan:
-        given_tensor[:, :, 1::2] = torch.nan
+        given_tensor.unflatten(2, (6, block))[:, :, 1::2] = torch.nan
     results = assert_matches_reference(dataclasses.replace(case, key=nan[0], value=nan[1]))
     assert not any(result.isnan().any() for result in results.values())
 

@@ -143,11 +143,12 @@ def test_dead_keys_full_of_nan_leave_gradients_alone(device, dtype, bad):
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("S", [2, 4, 64])
-def test_cancelling_gradients_of_a_bias(device, half, S):
+def test_cancelling_gradients_of_a_bias(half, S):
     """The gradient of a bias per key, where a row's gradients nearly cancel: out as it is saved, rounded, makes the error and bounds it.
 
     P (dP - delta), with delta from rounded out, is wrong by P * eps/2 * sum |grad_out * out|, however small the difference is.
     """
+    device = "cpu"  # a GPU rounds the weights, too
     case = make(device, half, B=8, H=4, Sq=S, Sk=S, D=64, is_causal=True)
     case = case.with_leaves({**case.leaves(), "key_bias": torch.zeros(8, 4, S, device=device)})
     case = dataclasses.replace(case, grad_through_lse=False)

@@ -60,6 +60,11 @@ struct SpanSource {
   }
 };
 
+// From a query to the position that `local` keys end at; any offset may be given.
+__device__ __forceinline__ int local_shift(const IndexLists& index, int batch, int shift) {
+  return index.offset ? min(max(index.offset[batch * index.offset_stride], kFirstPosition), kLastPosition) : shift;
+}
+
 // The tables of one head of a block mask. Whoever reads them takes an entry that makes no sense for an empty tile.
 struct TileSource {
   const int32_t* tiles;    // [Nq, Nk] or null

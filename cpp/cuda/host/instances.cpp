@@ -76,7 +76,7 @@ const char* name_of(Kernel kernel) {
 }
 
 const char* name_of(Keys keys) {
-  constexpr const char* kNames[] = {"all", "intervals", "range", "in order", "gathered", "union", "any"};
+  constexpr const char* kNames[] = {"all", "intervals", "range", "in order", "gathered", "union", "query lists", "any"};
   return kNames[static_cast<int>(keys)];
 }
 

@@ -41,6 +41,7 @@ enum class KeySource : int32_t {
   kDirect,      // intervals: each tile of queries looks at all of them; without intervals all keys in order
   kLists,       // intervals: lists of live keys, gathered row by row
   kCompact,     // as kLists, and copies of the live keys side by side for heads that have few
+  kQueryLists,  // index lists of blocks, backward: keys in order, and for each tile of them the queries that list some, gathered
   kUnions,      // index lists: for each tile of queries the keys that some of them list, gathered row by row
 };
 
@@ -109,8 +110,9 @@ struct BackwardPlan {
   Instance backward_dkdv, backward_dq;  // of the portable kernels; Kernel::kNone where one does not run
   Tile tile, backward_dkdv_tile, backward_dq_tile;
   KeySource keys = KeySource::kAll;
-  KeyLists lists;        // of kLists, and the order of query tiles beside a block mask
-  KeyUnionLists unions;  // of kUnions
+  KeyLists lists;             // of kLists, and the order of query tiles beside a block mask
+  KeyUnionLists unions;       // of kUnions
+  QueryListPlan query_lists;  // of kQueryLists
   Reasons why;
 
   bool deterministic = false;

@@ -47,6 +47,21 @@ bool needs_bias(const AttentionParams& p) {
   return !p.bias.data && (needs_exact_tanh(p) || p.scale < kLeastScale);
 }
 
+// The instance that gathers queries (Keys::kQueryLists); null: the call is not one for it. Blocks of 16 keys are in so many tiles
+// of a trained query that the unions of neighbouring queries are faster (research/lab/lists.md).
+const Instance* find_query_lists(const Build& build, const AttentionParams& p, bool deterministic) {
+  constexpr int32_t kLeastLog2Block = 5;
+  static_assert(1 << kLeastLog2Block >= kListedKeys);
+  const IndexLists& index = p.mask.index;
+  if (!has_index_lists(p) || index.log2_block < kLeastLog2Block || deterministic || p.bias.data || p.mask.tiles.data)
+    return nullptr;
+  if (!fits_query_lists(p)) return nullptr;
+  const InstanceTraits traits = {Keys::kQueryLists, traits_of(p, true) == kUnionTraits ? Logits::kScaled : Logits::kCapped,
+                                 Bias::kKey};
+  const Instance* const found = find_instance(build, Kernel::kSm90Backward, p, traits);
+  return found && found->traits == traits ? found : nullptr;
+}
+
 // How many heads of a group share their intervals? Keys in order are loaded once for them.
 int64_t heads_that_share_intervals(const AttentionParams& p) {
   if (!has_index_lists(p)) return heads_that_share(p, {&p.mask.start, &p.mask.end});
@@ -160,15 +175,20 @@ BackwardParts cut_into_parts(const BackwardParams& b, const BiasGradients& gradi
 // Are rows of keys gathered from lists?
 bool gathers_rows(KeySource keys) { return keys == KeySource::kLists || keys == KeySource::kUnions; }
 
+// The call of a launch.
+AttentionParams part_of(const AttentionParams& p, const BackwardParts& parts) {
+  AttentionParams part = p;
+  part.batch = parts.batches, part.heads = parts.launch_heads;
+  part.kv_heads = tiles_of(part.heads, p.heads / p.kv_heads);
+  return part;
+}
+
 // The unions of a launch. A tile of queries is so long that its keys are worth loading and their gradients worth adding, and with
 // several heads a group they are so without many queries.
 void plan_unions_of_part(const AttentionParams& p, BackwardPlan& plan) {
   constexpr int64_t kQueries = 64, kManyQueries = 32 * kBackwardUnionWords;
-  AttentionParams part = p;
-  part.batch = plan.parts.batches, part.heads = plan.parts.launch_heads;
-  part.kv_heads = tiles_of(part.heads, p.heads / p.kv_heads);
   const int64_t heads = heads_that_share_intervals(p), queries = heads > 2 ? kQueries : kManyQueries;
-  plan.unions = plan_unions(part, std::max<int64_t>(queries, plan.tile.rows), plan.workspace.bytes);
+  plan.unions = plan_unions(part_of(p, plan.parts), std::max<int64_t>(queries, plan.tile.rows), plan.workspace.bytes);
 }
 
 // Terms of each query, and the counters of a call.
@@ -227,21 +247,24 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
   const bool has_unions = has_index_lists(p);
   const Instance* const gathered = has_unions || gathers(p) ? find_backward(target.build, p, true) : in_order;
   if (const char* const refusal = refusal_of_sm90(p, b.deterministic, gathered, in_order)) return refusal;
-  const KeyChoice choice =
-      has_unions ? KeyChoice{KeySource::kUnions, kWhyUnions} : choose_keys(b, p, target, *gathered, *in_order);
+  const Instance* const listed = find_query_lists(target.build, p, b.deterministic);
+  const KeyChoice choice = listed       ? KeyChoice{KeySource::kQueryLists, "index lists of blocks"}
+                           : has_unions ? KeyChoice{KeySource::kUnions, kWhyUnions}
+                                        : choose_keys(b, p, target, *gathered, *in_order);
   const bool is_gathered = gathers_rows(choice.keys), is_fast = !b.deterministic;
   // Beyond kMaxLength there are calls whose keys come in order although they have intervals, or a bias, and no others.
   check_length_without_lists(p, p.bias.data || (gathers(p) && !is_gathered));
   plan.family = Family::kSm90;
-  plan.instance = is_gathered ? *gathered : *in_order;
+  plan.instance = listed ? *listed : is_gathered ? *gathered : *in_order;
   plan.keys = choice.keys;
   plan.tile = {shape_of(plan.instance).queries, shape_of(plan.instance).keys};
   const int64_t group = p.heads / p.kv_heads;
   const int64_t group_heads = is_fast ? group : heads_in_order(p, plan.instance, is_gathered);
-  plan.heads_at_once = is_fast && !is_gathered ? find_heads_at_once(p, *in_order, plan.processors) : group_heads;
+  // Blocks that take queries by lists are all at the same head, whose queries and sums then stay in L2.
+  plan.heads_at_once = listed ? 1 : is_fast && !is_gathered ? find_heads_at_once(p, *in_order, plan.processors) : group_heads;
   KeyListOptions options;
   options.is_one = is_fast && choice.keys == KeySource::kLists && has_one_tile_visit(p, plan.instance);
-  const bool sums_keys = plan.heads_at_once < group || (is_gathered && !options.is_one);
+  const bool sums_keys = listed || plan.heads_at_once < group || (is_gathered && !options.is_one);
   plan.parts = cut_into_parts(b, gradients, plan, sums_keys, group_heads);
   if (choice.keys == KeySource::kLists) {
     // Long segments: what a tile of keys costs once is a smaller part then. In the longest sequences keys of which many die in
@@ -265,7 +288,8 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
     plan.seen_words = tiles_of(p.key_length, 128) * 4;
     workspace.seen = add_region(workspace.bytes, p.batch * p.heads / plan.heads_at_once * plan.seen_words * sizeof(uint32_t));
   }
-  if (has_unions) plan_unions_of_part(p, plan);
+  if (listed) plan.query_lists = plan_query_lists(part_of(p, plan.parts), workspace.bytes);
+  if (choice.keys == KeySource::kUnions) plan_unions_of_part(p, plan);
   place_terms(p, plan);
   if (schedule_backward(plan, p, plan.parts.batches, plan.parts.launch_heads, plan.unions.at_once).work_tiles == 0)
     return "a launch has 2^31 tiles or more";
@@ -369,6 +393,9 @@ BackwardSchedule schedule_backward(const BackwardPlan& plan, const AttentionPara
     const int64_t lists = std::max<int64_t>(union_tiles, 1), wanted = tiles_of(8 * plan.processors, lists * head_groups);
     schedule.shares = plan.deterministic ? 1 : static_cast<int>(std::clamp<int64_t>(wanted, 1, std::max<int64_t>(tiles, 1)));
     tiles = lists * schedule.shares;
+  } else if (plan.keys == KeySource::kQueryLists) {
+    schedule.shares = static_cast<int>(tiles_of(p.query_length, kRangeQueries));
+    tiles *= schedule.shares;
   } else if (is_gathered) {
     // Cut each list into enough shares that no block has much more to do than others, even if the call has few segments.
     const int64_t segments = plan.lists.most_lists, few = head_groups * std::min<int64_t>(segments, 4);
@@ -387,10 +414,10 @@ BackwardSchedule schedule_backward(const BackwardPlan& plan, const AttentionPara
   schedule.section_head_groups = head_groups_in_section(head_groups, head_group_bytes, kSectionBytes);
   schedule.blocks = static_cast<int>(std::min<int64_t>(work_tiles, plan.processors));
   schedule.static_work_tiles = plan.deterministic ? 0 : static_cast<uint32_t>(schedule.blocks);
-  // An item of fewer chunks of queries does not hide the latency of a late draw, and those of lists of several segments are
-  // short.
+  // An item of fewer chunks of queries does not hide the latency of a late draw, and those of lists of several segments, or of
+  // ranges of the queries, are short.
   constexpr int64_t kLongWorkTile = 32;
-  const bool has_segments = is_gathered && has_key_sums;
+  const bool has_segments = (is_gathered && has_key_sums) || plan.keys == KeySource::kQueryLists;
   schedule.draws_late =
       plan.deterministic || (!has_segments && p.query_length * schedule.heads >= kLongWorkTile * plan.tile.rows);
   return schedule;

@@ -12,7 +12,7 @@ const char* name_of(Family family) {
 }
 
 const char* name_of(KeySource keys) {
-  constexpr const char* kNames[] = {"all", "block table", "range", "direct", "lists", "compact", "unions"};
+  constexpr const char* kNames[] = {"all", "block table", "range", "direct", "lists", "compact", "query lists", "unions"};
   return kNames[static_cast<int>(keys)];
 }
 

@@ -91,6 +91,39 @@ KeyUnionLists plan_unions(const AttentionParams& p, int64_t queries, int64_t& by
   return unions;
 }
 
+namespace {
+
+// Entries of a head's lists, at most: every query may list other blocks.
+int64_t query_list_capacity(const AttentionParams& p) {
+  const IndexLists& index = p.mask.index;
+  const int64_t tiles = ceil_div(p.key_length, kListedTileKeys);
+  const int64_t local = index.local > 0 ? ceil_div(index.local, kListedTileKeys) + 1 : 0;
+  return p.query_length * std::min(index.count + local + ceil_div(index.sinks, kListedTileKeys), tiles);
+}
+
+}  // namespace
+
+bool fits_query_lists(const AttentionParams& p) {
+  return p.query_length < int64_t{kNoListedQuery} && query_list_capacity(p) < int64_t{1} << 31;
+}
+
+QueryListPlan plan_query_lists(const AttentionParams& p, int64_t& bytes) {
+  QueryListPlan lists;
+  lists.tiles = static_cast<int>(ceil_div(p.key_length, kListedTileKeys));
+  lists.query_blocks = static_cast<int>(ceil_div(p.query_length, kListQueries));
+  lists.capacity = std::max<int64_t>(query_list_capacity(p), 1);
+  const PerHead& entries = p.mask.index.entries;
+  lists.head_divisor = std::min(p.heads, entries.head_divisor);
+  lists.heads = p.heads / lists.head_divisor;
+  lists.batches = entries.batch_stride != 0 || p.mask.index.offset_stride != 0 ? p.batch : 1;
+  const int64_t mask_heads = lists.batches * lists.heads;
+  lists.entries = add_region(bytes, mask_heads * lists.capacity * 4);
+  lists.begin = add_region(bytes, mask_heads * (lists.tiles + 1) * 4);
+  lists.listed = add_region(bytes, mask_heads * lists.tiles * 4);
+  lists.places = add_region(bytes, mask_heads * lists.tiles * lists.query_blocks * 4);
+  return lists;
+}
+
 KeyLists plan_tile_order(const AttentionParams& p) {
   constexpr int64_t kFewTiles = 512;
   const int64_t tiles = p.batch * p.heads * ceil_div(p.query_length, kQueryPadding);

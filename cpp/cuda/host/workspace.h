@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../key_lists/key_unions.h"
+#include "../key_lists/query_lists.h"
 #include "../sizes.h"
 
 namespace dmattn::cuda {
@@ -59,6 +60,18 @@ struct KeyUnionLists {
 
 // For kernels whose tiles have so many queries; bytes: as in add_region.
 KeyUnionLists plan_unions(const AttentionParams& p, int64_t queries, int64_t& bytes);
+
+// Index lists turned over (key_lists/query_lists.h).
+struct QueryListPlan {
+  int tiles = 0, query_blocks = 0;  // tiles == 0: the call has none
+  int64_t capacity = 0;
+  int64_t batches = 1, heads = 1, head_divisor = 1;
+  Region entries, begin, listed, places;
+};
+
+// Can entries hold the queries, and int32 the places of a head's lists?
+bool fits_query_lists(const AttentionParams& p);
+QueryListPlan plan_query_lists(const AttentionParams& p, int64_t& bytes);
 
 // What a kernel wants of its lists.
 struct KeyListOptions {

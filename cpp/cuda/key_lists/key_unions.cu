@@ -54,8 +54,7 @@ struct UnionTile {
     queries = min(unions.queries, static_cast<int>(p.query_length) - first_query);
     const int shift = static_cast<int>(p.key_length - p.query_length);
     low = first_query + shift;
-    const int offset = lists.offset ? lists.offset[batch * lists.offset_stride] : shift;
-    index_low = first_query + min(max(offset, kFirstPosition), kLastPosition);  // any number may be given
+    index_low = first_query + local_shift(lists, batch, shift);
     entries = row_of<const int32_t>(lists.entries, batch, head) + first_query * lists.row_stride;
   }
 };

@@ -138,10 +138,10 @@ struct BackwardRow {
 inline constexpr BackwardRow kBackwardRows[] = {
     //                                           registers of a thread:
     //dim options  keys  queries  query_stages  computing  loading
-    { 64, false, { 128,     128,            2,       232,      40}},
+    { 64, false, { 128,     128,            3,       232,      40}},
     { 64, true,  { 128,      64,            3,       232,      40}},
-    {128, false, { 128,      64,            2,       232,      40}},
-    {128, true,  { 128,      64,            2,       232,      40}},
+    {128, false, { 128,      64,            3,       232,      40}},
+    {128, true,  { 128,      64,            3,       232,      40}},
     {256, false, {  64,      64,            2,       224,      56}},
     {256, true,  {  64,      64,            2,       232,      40}},
 };

@@ -58,7 +58,7 @@ struct BackwardWork {
   uint32_t head_groups;          // batches x groups of heads
   uint32_t section_head_groups;  // head groups whose queries and sums fit into L2 together
   int heads;
-  int shares;  // work tiles that share the list of a segment
+  int shares;  // work tiles that share the list of a segment, or of a tile of keys (a range of the queries each)
   // This many work tiles, the first ones, are scheduled statically: block b takes tile b. None where sums have a fixed order: a
   // block then waits for work tiles with smaller numbers, and their blocks might start on the GPU only after it has ended.
   uint32_t static_work_tiles;

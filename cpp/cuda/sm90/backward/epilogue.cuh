@@ -26,9 +26,36 @@ __device__ __forceinline__ void add_grad_query(const QueryDescriptor& descriptor
   }
 }
 
-// Adds grad_key and grad_value of the thread's two keys, and of its columns, to rows of key_sums; a missing key has the spare
-// row.
-template <int kDim, int kOut>
+// The same where the queries are gathered: to their rows of query_sums, in the order of sum_place.
+template <class Shared, int kDim, int kTiles, int kQueries>
+__device__ __forceinline__ void add_listed_grad_query(const QueryDescriptor& descriptor, const ListedQueries<kQueries>& listed,
+                                                      const float (&from)[kTiles][4], uint32_t group, int head_dim) {
+  const int thread = static_cast<int>(thread_index() % kWarpgroup), lane = thread % 32;
+  const int first_row = static_cast<int>(group) * Shared::kPartQueries % kQueries + thread / 32 * 16 + lane / 4;
+  const int first_column = static_cast<int>(group) * Shared::kPartColumns % kDim, width = static_cast<int>(sum_width(head_dim));
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int query = listed.query[index_place<kQueries>(first_row + 8 * r)];
+    if (query < 0) continue;
+    float* const to = descriptor.sums + static_cast<int64_t>(query) * width + first_column + lane % 4 * 4;
+    const auto add = [&](int i) {
+      add_4(to + i * 8, from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r], from[i + 1][2 * r + 1]);
+    };
+    if (first_column + kTiles * 8 <= width) {
+#pragma unroll
+      for (int i = 0; i < kTiles; i += 2) add(i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTiles; i += 2) {
+        if (first_column + i * 8 < width) add(i);
+      }
+    }
+  }
+}
+
+// Adds grad_key and grad_value of the thread's two keys, and of its columns, to rows of key_sums. A missing key has the spare
+// row, or where many may be missing, and would wait for each other there, none.
+template <int kDim, bool kSkipsMissing, int kOut>
 __device__ __forceinline__ void add_key_sums(const BackwardCall& call, int batch, int kv_head, const int (&keys_of_rows)[2],
                                              const float (&grad_key)[kOut][4], const float (&grad_value)[kOut][4]) {
   const AttentionParams& p = call.b.forward;
@@ -36,6 +63,7 @@ __device__ __forceinline__ void add_key_sums(const BackwardCall& call, int batch
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = keys_of_rows[r];
+    if (kSkipsMissing && key < 0) continue;
     const int64_t at = key >= 0 ? (batch * p.kv_heads + kv_head) * p.key_length + key : p.batch * p.kv_heads * p.key_length;
     const ScorePlace<kDim> place;
     float* const to = call.key_sums + at * both + place.first_column + place.lane % 4 * 4;

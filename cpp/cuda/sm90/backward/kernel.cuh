@@ -8,6 +8,7 @@
 
 #include "../../common/kernel_limits.cuh"
 #include "epilogue.cuh"
+#include "gather_q.cuh"
 #include "gradients.cuh"
 #include "load_kv.cuh"
 #include "load_q.cuh"
@@ -247,7 +248,8 @@ class GradientConsumer {
     barrier_arrive(descriptor_empty_.at(tile_visit_));
     ++n_;
     if (call_.key_sums) {
-      if (has_chunk_before_) add_key_sums<kDim>(call_, batch, kv_head, keys_of_rows, grad_key_, grad_value_);
+      if (has_chunk_before_)
+        add_key_sums<kDim, Traits::kGathersQueries>(call_, batch, kv_head, keys_of_rows, grad_key_, grad_value_);
       if (kIsGathered && call_.semaphores) barrier_arrive(semaphore_released_.at(tile_visit_));
     } else if constexpr (kIsGathered) {  // this tile visit is the only one of its keys
       store_key_gradients<T, kDim>(call_, batch, kv_head, keys_of_rows, grad_key_, grad_value_);
@@ -290,6 +292,12 @@ class GradientConsumer {
   }
   // Adds grad_query of the chunk with this descriptor. Where sums have a fixed order, when the semaphore allows it.
   __device__ __forceinline__ void add_grad_query_of(const float (&grad_query)[kPart / 8][4], uint32_t descriptor) const {
+    if constexpr (Traits::kGathersQueries) {
+      const uint32_t slot = descriptor % Shared::kQueryDescriptors;
+      add_listed_grad_query<Shared, kDim>(shared_.query_descriptors[slot], shared_.listed[slot], grad_query, products_.group,
+                                          static_cast<int>(call_.b.forward.head_dim));
+      return;
+    }
     if (!kIsGathered && call_.semaphores) semaphore_acquired_.wait_full(descriptor - tile_visit_);
     add_grad_query<Shared, kDim>(shared_.query_descriptors[descriptor % Shared::kQueryDescriptors], grad_query, products_.group,
                                  static_cast<int>(call_.b.forward.head_dim));
@@ -319,7 +327,8 @@ class GradientConsumer {
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value (or rows of key_sums), query_sums. The first warpgroups of a block compute; of the last one two warps load tiles of
-// keys, one thread loads chunks of queries, and another warp handles the semaphores where sums have a fixed order.
+// keys, one thread loads chunks of queries, and another warp handles the semaphores where sums have a fixed order. Where queries
+// are gathered, both of these warps do that.
 template <class T, int kDim, class Traits>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
                                                                        const __grid_constant__ BackwardWork work,
@@ -330,7 +339,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   // Set up the barriers.
   if (threadIdx.x == 0) {
-    init_barriers_of_loads(shared, call.semaphores);
+    init_barriers_of_loads(shared, call.semaphores, Traits::kGathersQueries ? kQueryLoaders : 1);
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.score_full[i]), kComputingThreads);
       barrier_init(shared_address(&shared.score_empty[i]), kComputingThreads);
@@ -348,6 +357,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
     if (thread < kLoaders) {
       load_keys<kDim, Traits>(call, work, maps, shared);
+    } else if constexpr (Traits::kGathersQueries) {
+      QueryGatherer<kDim, Traits>(call, work, shared, thread - kLoaders).run();
     } else if (thread == kLoaders) {
       load_queries<kDim, Traits>(call, work, maps, shared);
     } else if (thread >= kLoaders + 32 && call.semaphores) {

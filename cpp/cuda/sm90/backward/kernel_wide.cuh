@@ -306,7 +306,7 @@ class WideGradientConsumer {
     ++n_;
     if (kIsGathered || call_.key_sums) {
       if (is_empty) return;  // nothing was added
-      add_key_sums<kDim>(call_, batch, kv_head, keys_of_rows, grad_key_, grad_value_);
+      add_key_sums<kDim, false>(call_, batch, kv_head, keys_of_rows, grad_key_, grad_value_);
     } else {
       const int row = first_key + ScorePlace<kDim>().row;
       store_key_gradients<T, kDim>(call_, batch, kv_head, {row, row + 8}, grad_key_, grad_value_);
@@ -334,7 +334,7 @@ class WideGradientConsumer {
       hide_scores<kDim, Traits>(call_.b.forward, tile, descriptor, scores);
       const int column = ScorePlace<kDim>().column;
       if (kHasBias && (shared_.row_flags & kHugeRows)) {
-        weigh_huge_scores<kDim>(call_, tile, descriptor, scores);
+        weigh_huge_scores<kDim>(call_, tile, descriptor, nullptr, scores);
       } else {
         weigh_scores<Traits>(scores, shared_.lse2[stage], column, bias_2_, call_.scale_2);
       }

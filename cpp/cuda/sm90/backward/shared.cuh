@@ -36,6 +36,14 @@ struct QueryDescriptor {
   bool has_bad_rows;  // are there any in the call?
 };
 
+// A chunk of gathered queries, -1 for none, by index_place; and for each kListedKeys keys of the tile which of them list those:
+// query q of the chunk where bit q % 32 of word q / 32 is set.
+template <int kQueries>
+struct ListedQueries {
+  alignas(16) int32_t query[kQueries];
+  alignas(8) uint32_t listed[kListedTileKeys / kListedKeys][kQueries / 32];
+};
+
 template <int kDim, bool kHasOptions>
 struct alignas(1024) BackwardShared {
   static constexpr BackwardShape kShape = kBackwardShape<kDim, kHasOptions>;
@@ -57,8 +65,9 @@ struct alignas(1024) BackwardShared {
   alignas(128) uint32_t row_hash[kShape.query_stages][kShape.queries];  // with dropout
   KeyDescriptor key_descriptors[kKeyDescriptors];
   QueryDescriptor query_descriptors[kQueryDescriptors];
-  uint32_t work_tile, query_tile_visit;  // the work tile taken last; the tile visit whose queries are loaded
-  int row_flags;                         // a copy
+  ListedQueries<kShape.queries> listed[kQueryDescriptors];  // of Keys::kQueryLists
+  uint32_t work_tile, query_tile_visit;                     // the work tile taken last; the tile visit whose queries are loaded
+  int row_flags;                                            // a copy
   uint64_t descriptor_full[kKeyDescriptors], descriptor_empty[kKeyDescriptors];
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], query_empty[kShape.query_stages];
@@ -67,13 +76,14 @@ struct alignas(1024) BackwardShared {
   uint64_t tile_visit_loaded;                       // all queries of a tile visit have been asked for
 };
 
-inline constexpr int kLoadBarrier = 1, kClearBarrier = 2;  // of the loading and of the computing warps; 0 is the whole block's
+// Of the warps that load keys, of those that compute, and of those that gather queries; 0 is the whole block's.
+inline constexpr int kLoadBarrier = 1, kClearBarrier = 2, kQueryBarrier = 3;
 
 inline constexpr int kComputingThreads = kConsumers * kWarpgroup;
 
 // Sets up the barriers between the warps that load and those that compute. By one thread.
 template <class Shared>
-__device__ __forceinline__ void init_barriers_of_loads(Shared& shared, bool has_semaphores) {
+__device__ __forceinline__ void init_barriers_of_loads(Shared& shared, bool has_semaphores, int query_loaders = 1) {
   for (int i = 0; i < Shared::kKeyDescriptors; ++i) {
     barrier_init(shared_address(&shared.descriptor_full[i]), kLoaders);
     barrier_init(shared_address(&shared.descriptor_empty[i]), kComputingThreads + (has_semaphores ? 2 : 1));
@@ -85,7 +95,7 @@ __device__ __forceinline__ void init_barriers_of_loads(Shared& shared, bool has_
   barrier_init(shared_address(&shared.value_full), kLoaders);
   barrier_init(shared_address(&shared.tile_empty), kComputingThreads);
   for (int i = 0; i < Shared::kShape.query_stages; ++i) {
-    barrier_init(shared_address(&shared.query_full[i]), 1);
+    barrier_init(shared_address(&shared.query_full[i]), query_loaders);
     barrier_init(shared_address(&shared.query_empty[i]), kComputingThreads);
   }
 }

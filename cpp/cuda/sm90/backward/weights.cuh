@@ -7,6 +7,43 @@
 
 namespace dmattn::cuda::sm90 {
 
+// Scores of gathered queries become -inf where the query does not list the key's block, and it is neither a local key of it nor a
+// sink, or where the key's span hides it. Chunks that need no test have neither such spans nor local keys or sinks.
+template <int kDim, int kN>
+__device__ __forceinline__ void hide_unlisted(const AttentionParams& p, const KeyDescriptor& tile,
+                                              const QueryDescriptor& descriptor, const ListedQueries<8 * kN>& listed,
+                                              float (&scores)[kN][4]) {
+  const ScorePlace<kDim> place;
+  const uint32_t (&words)[kN / 4] = listed.listed[place.first_row / kListedKeys];  // the keys of a warp share them
+  const auto hide = [&](const auto& hides) {
+#pragma unroll
+    for (int word = 0; word < kN / 4; ++word) {
+      const uint32_t bits = words[word] >> place.column;
+#pragma unroll
+      for (int i = 4 * word; i < 4 * word + 4; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (hides(has_bit(bits, i % 4 * 8 + e % 2), i, e)) scores[i][e] = negative_infinity();
+        }
+      }
+    }
+  };
+  if (!descriptor.needs_test) {
+    hide([](bool is_listed, int, int) { return !is_listed; });
+    return;
+  }
+  const int shift = static_cast<int>(p.key_length - p.query_length);
+  const Seen span[2] = {tile.span[place.row], tile.span[place.row + 8]};
+  const IndexLists& index = p.mask.index;
+  const int last_local = local_shift(index, tile.batch, shift);  // from a query to the last of its local keys
+  const int32_t* const queries = &listed.query[index_place<8 * kN>(place.column)];
+  hide([&](bool is_listed, int i, int e) {
+    const int query = queries[e % 2 * kN + i], key = tile.first_place + place.row + e / 2 * 8, behind = query + last_local - key;
+    const bool is_forced = query >= 0 && (key < index.sinks || (behind >= 0 && behind < index.local));
+    return !(is_listed || is_forced) || !span[e / 2].sees(query + shift);
+  });
+}
+
 // Scores that spans or the bits of a block mask hide become -inf.
 template <int kDim, class Traits, int kN>
 __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyDescriptor& tile,
@@ -61,13 +98,20 @@ __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyD
   }
 }
 
+// The query of a column of the chunk; gathered: the chunk's queries where they are gathered, or null.
+template <int kQueries>
+__device__ __forceinline__ int query_at(const QueryDescriptor& descriptor, const int32_t* gathered, int column) {
+  return gathered ? max(gathered[index_place<kQueries>(column)], 0) : descriptor.first_query + column;
+}
+
 // Scores become probabilities exp(score - lse) in rows whose lse may be huge.
 template <int kDim, int kN>
 __device__ __forceinline__ void weigh_huge_scores(const BackwardCall& call, const KeyDescriptor& tile,
-                                                  const QueryDescriptor& descriptor, float (&scores)[kN][4]) {
+                                                  const QueryDescriptor& descriptor, const int32_t* gathered,
+                                                  float (&scores)[kN][4]) {
   const AttentionParams& p = call.b.forward;
   const ScorePlace<kDim> place;
-  const int64_t terms = (tile.batch * p.heads + descriptor.head) * call.padded_queries + descriptor.first_query + place.column;
+  const int64_t terms = (tile.batch * p.heads + descriptor.head) * call.padded_queries;
   const float* const bias = row_of<const float>(p.key_bias, tile.batch, descriptor.head);
   float bias_of[2];
 #pragma unroll
@@ -79,7 +123,7 @@ __device__ __forceinline__ void weigh_huge_scores(const BackwardCall& call, cons
   for (int i = 0; i < kN; ++i) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int64_t at = terms + 8 * i + e % 2;
+      const int64_t at = terms + query_at<8 * kN>(descriptor, gathered, place.column + 8 * i + e % 2);
       scores[i][e] = exp2_approx(
           probability_exponent(fmaf(scores[i][e], call.logit_scale, bias_of[e / 2]), call.lse[at], call.lse_rest2[at]));
     }
@@ -136,10 +180,11 @@ __device__ __forceinline__ bool has_apart_bias(const BackwardCall& call) {
 // gradient of key_bias of its own is added to bias_sum.
 template <class T, int kDim, bool kCaps, int kSteps, int kN>
 __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, const KeyDescriptor& tile,
-                                                   const QueryDescriptor& descriptor, const float (&scores)[kN][4],
-                                                   const float* lse2_of, const float* delta_of, const uint32_t* row_hash,
-                                                   const float (&bias_2)[2], bool has_huge_rows, uint32_t (&weights)[kSteps][4],
-                                                   uint32_t (&slopes)[kSteps][4], float (&bias_sum)[2]) {
+                                                   const QueryDescriptor& descriptor, const int32_t* gathered,
+                                                   const float (&scores)[kN][4], const float* lse2_of, const float* delta_of,
+                                                   const uint32_t* row_hash, const float (&bias_2)[2], bool has_huge_rows,
+                                                   uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
+                                                   float (&bias_sum)[2]) {
   const AttentionParams& p = call.b.forward;
   const int column = ScorePlace<kDim>().column;
   const float curve = kCaps && call.cap_scale != 0.0f ? -1.0f : 0.0f;
@@ -163,9 +208,9 @@ __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, con
     }
   };
   if (has_huge_rows) {
-    const int64_t terms = (tile.batch * p.heads + descriptor.head) * call.padded_queries + descriptor.first_query + column;
+    const int64_t terms = (tile.batch * p.heads + descriptor.head) * call.padded_queries;
     weigh([&](float score, int i, int r, int e) {
-      const int64_t at = terms + 8 * i + e;
+      const int64_t at = terms + query_at<8 * kN>(descriptor, gathered, column + 8 * i + e);
       return probability_exponent(kCaps ? fmaf(score, call.logit_scale, bias_2[r]) : score + bias_2[r], call.lse[at],
                                   call.lse_rest2[at]);
     });
@@ -229,13 +274,20 @@ __device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardSh
   } else if (Traits::kHasOptions && call.cap_scale != 0.0f) {
     to_tangents(scores, call.cap_scale);
   }
-  if (has_test) hide_scores<kDim, Traits>(call.b.forward, tile, descriptor, scores);
+  const int32_t* gathered = nullptr;
+  if constexpr (Traits::kGathersQueries) {
+    const auto& listed = shared.listed[&descriptor - shared.query_descriptors];
+    gathered = listed.query;
+    hide_unlisted<kDim>(call.b.forward, tile, descriptor, listed, scores);
+  } else if (has_test) {
+    hide_scores<kDim, Traits>(call.b.forward, tile, descriptor, scores);
+  }
   if constexpr (Traits::kHasOptions) {
-    weigh_with_options<T, kDim, !kHasPairBias>(call, tile, descriptor, scores, shared.lse2[stage], shared.delta[stage],
+    weigh_with_options<T, kDim, !kHasPairBias>(call, tile, descriptor, gathered, scores, shared.lse2[stage], shared.delta[stage],
                                                shared.row_hash[stage], bias_2, has_huge_rows, weights, slopes, bias_sum);
   } else {
     if (Traits::kBias != Bias::kNone && has_huge_rows) {
-      weigh_huge_scores<kDim>(call, tile, descriptor, scores);
+      weigh_huge_scores<kDim>(call, tile, descriptor, gathered, scores);
     } else {
       weigh_scores<Traits>(scores, shared.lse2[stage], ScorePlace<kDim>().column, bias_2, call.scale_2);
     }
