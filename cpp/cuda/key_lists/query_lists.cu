@@ -5,6 +5,7 @@
 // counts have become places, it writes the queries there. So lists are ascending, whatever order entries have and however often
 // one is repeated.
 #include <algorithm>
+#include <cub/block/block_scan.cuh>
 
 #include "../calls.h"
 #include "../common/dependent_launch.cuh"
@@ -15,7 +16,7 @@
 namespace dmattn::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = 256;
 constexpr int kLog2TileKeys = 7, kLog2ListedKeys = 4;
 static_assert(kListedTileKeys == 1 << kLog2TileKeys && kListedKeys == 1 << kLog2ListedKeys);
 constexpr int kRangeTiles = 1024;                 // that are looked at at a time
@@ -90,6 +91,17 @@ struct QueryBlock {
     if (key < index.sinks) bits = ~0ull;
     return bits & queries_between(p.mask.is_causal ? key - low : 0, queries);
   }
+
+  // Calls use(tile, bytes of the tile) for each tile of keys, by the threads in turn.
+  template <class Use>
+  __device__ __forceinline__ void for_each_tile(uint32_t* bytes, const Use& use) const {
+    for (int first = 0; first < lists.tiles; first += kRangeTiles) {
+      const int count = min(kRangeTiles, lists.tiles - first);
+      collect(bytes, first, count);
+      for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) use(first + i, bytes + i * kTileWords);
+      __syncthreads();
+    }
+  }
 };
 
 // indices int32 [B|1, H|Hkv|1, Sq, K] -> places: how many queries of each block of them meet each tile.
@@ -97,47 +109,21 @@ __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__
                                                          const __grid_constant__ QueryLists lists) {
   extern __shared__ uint32_t bytes[];
   const QueryBlock block(p, lists);
-  for (int first = 0; first < lists.tiles; first += kRangeTiles) {
-    const int count = min(kRangeTiles, lists.tiles - first);
-    block.collect(bytes, first, count);
-    for (int tile = static_cast<int>(threadIdx.x); tile < count; tile += kThreads) {
-      lists.places[(block.mask_head * lists.tiles + first + tile) * lists.query_blocks + block.block] =
-          __popcll(block.meet(bytes + tile * kTileWords, first + tile));
-    }
-    __syncthreads();
-  }
+  block.for_each_tile(bytes, [&](int tile, const uint32_t* of_tile) {
+    lists.places[(block.mask_head * lists.tiles + tile) * lists.query_blocks + block.block] = __popcll(block.meet(of_tile, tile));
+  });
 }
 
-// Adds up `mine` over the threads of the block: those before this one, and all.
-__device__ __forceinline__ int sum_before(int mine, int& all) {
-  __shared__ int warp_sums[kWarps];
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  int sum = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += other;
-  }
-  __syncthreads();  // the sums of the call before have been read
-  if (lane == 31) warp_sums[warp] = sum;
-  __syncthreads();
-  int before = 0;
-  all = 0;
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) {
-    before += i < warp ? warp_sums[i] : 0;
-    all += warp_sums[i];
-  }
-  return before + sum - mine;
-}
-
-// Replaces `count` numbers by the sums of those before them; returns the sum of all.
+// Replaces `count` numbers by the sums of those before them; returns the sum of all. By all threads of a block.
 __device__ __forceinline__ int scan(int32_t* numbers, int count) {
+  using Scan = cub::BlockScan<int32_t, kThreads>;
+  __shared__ typename Scan::TempStorage scratch;
   int sum = 0;
   for (int base = 0; base < count; base += kThreads) {
     const int i = base + static_cast<int>(threadIdx.x);
-    int all;
-    const int before = sum_before(i < count ? numbers[i] : 0, all);
+    int before, all;
+    Scan(scratch).ExclusiveSum(i < count ? numbers[i] : 0, before, all);
+    __syncthreads();  // before the scratch is used again
     if (i < count) numbers[i] = sum + before;
     sum += all;
   }
@@ -164,25 +150,19 @@ __global__ __launch_bounds__(kThreads) void write_kernel(const __grid_constant__
                                                          const __grid_constant__ QueryLists lists) {
   extern __shared__ uint32_t bytes[];
   const QueryBlock block(p, lists);
-  for (int first = 0; first < lists.tiles; first += kRangeTiles) {
-    const int count = min(kRangeTiles, lists.tiles - first);
-    block.collect(bytes, first, count);
-    for (int tile = static_cast<int>(threadIdx.x); tile < count; tile += kThreads) {
-      const uint32_t* const of_tile = bytes + tile * kTileWords;
-      const int64_t list = block.mask_head * lists.tiles + first + tile;
-      int64_t at = block.mask_head * lists.capacity + lists.begin[list + block.mask_head] +
-                   lists.places[list * lists.query_blocks + block.block];
-      uint32_t all = 0;
-      for (QueryBits left = block.meet(of_tile, first + tile); left; left &= left - 1, ++at) {
-        const int query = __ffsll(static_cast<long long>(left)) - 1;
-        const uint32_t seen = of_tile[query / 4] >> (query % 4 * 8) & 0xffu;
-        lists.entries[at] = static_cast<uint32_t>(block.first_query + query) | seen << kListedQueryBits;
-        all |= seen;
-      }
-      if (all) atomicOr(&lists.listed[list], all);
+  block.for_each_tile(bytes, [&](int tile, const uint32_t* of_tile) {
+    const int64_t list = block.mask_head * lists.tiles + tile;
+    int64_t at = block.mask_head * lists.capacity + lists.begin[list + block.mask_head] +
+                 lists.places[list * lists.query_blocks + block.block];
+    uint32_t all = 0;
+    for (QueryBits left = block.meet(of_tile, tile); left; left &= left - 1, ++at) {
+      const int query = __ffsll(static_cast<long long>(left)) - 1;
+      const uint32_t seen = of_tile[query / 4] >> (query % 4 * 8) & 0xffu;
+      lists.entries[at] = static_cast<uint32_t>(block.first_query + query) | seen << kListedQueryBits;
+      all |= seen;
     }
-    __syncthreads();
-  }
+    if (all) atomicOr(&lists.listed[list], all);
+  });
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 // Index lists turned over: for each tile of keys the queries that list one of its blocks. Plain C++, no CUDA.
 //
 // For backward with blocks of kListedKeys keys or more. A tile of keys then meets just the queries that list a block of it,
-// however little the lists of neighbouring queries have in common, and its gradients stay in registers. A bit for each
-// kListedKeys keys says which of them a query lists. Local keys, sinks, causality and intervals are not in the bits: kernels test
-// them.
+// however little the lists of neighbouring queries have in common, and its gradients stay in registers while kRangeQueries pass.
+// A bit for each kListedKeys keys says which of them a query lists. Local keys, sinks, causality and intervals are not in the
+// bits: kernels test them.
 #pragma once
 
 #include <cstdint>

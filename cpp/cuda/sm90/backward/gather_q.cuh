@@ -72,7 +72,7 @@ class QueryGatherer {
     const bool is_whole =
         max(tile.bounds[0][1], tile.bounds[1][1]) <= first + shift && last + shift < min(tile.bounds[0][2], tile.bounds[1][2]);
     const bool has_local = index.local > 0 && last + last_local >= tile.first_place &&
-                           first + last_local - index.local < tile.first_place + kShape.keys;
+                           first + last_local - tile.first_place - kShape.keys < index.local;
     return !is_whole || has_local || tile.first_place < index.sinks;
   }
 

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -101,6 +101,8 @@ class BlockPool(PagePool):
 class BlockCache(PagedCache):
     """A layer's sequences, each in a block of its own."""
 
+    pool: BlockPool
+
     def restart(self, block: int) -> None:
         """Begins an empty sequence in a block, in place of one that has ended."""
         self._sequences.pop(block, None)
@@ -112,9 +114,9 @@ class BlockCache(PagedCache):
     def _take(self, sequences: list[Any], tokens: int) -> None:
         blocks = {id(sequence): block for block, sequence in self._sequences.items()}
         for sequence in sequences:
-            first = int(blocks[id(sequence)]) * self.pool.step  # type: ignore[attr-defined,call-overload]
+            first = cast("int", blocks[id(sequence)]) * self.pool.step
             used = {page for pages in sequence.pages for page in pages}
-            unused = [page for page in range(first, first + self.pool.in_block) if page not in used]  # type: ignore[attr-defined]
+            unused = [page for page in range(first, first + self.pool.in_block) if page not in used]
             for pages, count in zip(sequence.pages, sequence.counts, strict=True):
                 pages.extend(unused.pop() for _ in range(self.pool.pages_for(count + tokens) - len(pages)))
 
