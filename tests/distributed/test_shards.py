@@ -71,7 +71,7 @@ HIDDEN = tensor((2, 6, 64), 0, torch.float64)
 BAD = {
     "a list": (lambda layer: layer(HIDDEN, position_ids=[0, 1]), TypeError, "position_ids: expected a torch.Tensor, got list"),
     "floats": (lambda layer: layer(HIDDEN, position_ids=torch.arange(6.0)), TypeError, "position_ids: expected dtype int32, int64, got float32"),
-    "another length": (lambda layer: layer(HIDDEN, position_ids=torch.arange(5)), ValueError, r"position_ids: expected \[S\] or \[B\|1, S\] with B=2, S=6 like hidden_states, got \[5\]"),
+    "another length": (lambda layer: layer(HIDDEN, position_ids=torch.arange(5)), ValueError, r"position_ids: expected \[S\] or \[B\|1, S\] with B=2, S=6, got \[5\]"),
     "another batch": (lambda layer: layer(HIDDEN, position_ids=torch.arange(18).view(3, 6)), ValueError, r"position_ids: expected .* got \[3, 6\]"),
     "with a cache": (lambda layer: layer(HIDDEN, cache=layer.new_cache(2), position_ids=torch.arange(6)), ValueError, "position_ids: expected its default with a cache"),
 }  # fmt: skip
@@ -94,7 +94,7 @@ def rows_of(parameter, rank):
 def test_what_does_not_fit_a_shard_is_refused():
     hidden = tensor((2, 20, 64), 0, torch.float64)
     for options, message in (
-        ({"score": "linear"}, r"score: expected a module that returns \[B, S, Hkv\] = \[2, 20, 1\], got \[2, 20, 2\]"),
+        ({"score": "linear"}, r"score: expected \[B, S, Hkv\] with B=2, S=20, Hkv=1, got \[2, 20, 2\]"),
         (
             {"score": "linear", "local": 3, "local_heads": 1},
             "local_heads: expected 0 where key heads are distributed to ranks, got 1",

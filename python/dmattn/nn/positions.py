@@ -12,9 +12,11 @@ from dmattn.masks.heads import with_rank
 
 def checked_positions(position_ids: object, hidden_states: Tensor) -> Tensor:
     """position_ids as [B|1, S], for hidden states [B, S, E]."""
-    rows = with_rank(checks.tensor("position_ids", position_ids), 2)
-    like, sizes = (hidden_states, "hidden_states"), {"B": hidden_states.shape[0], "S": hidden_states.shape[1]}
-    return checks.shaped("position_ids", rows, "[B|1, S]", (torch.int32, torch.int64), *like, **sizes)
+    given = checks.tensor("position_ids", position_ids)
+    dtypes, sizes = (torch.int32, torch.int64), {"B": hidden_states.shape[0], "S": hidden_states.shape[1]}
+    if given.dim() < 2 and given.shape != hidden_states.shape[1:2]:
+        raise ValueError(f"position_ids: expected [S] or [B|1, S] with B={sizes['B']}, S={sizes['S']}, got {list(given.shape)}")
+    return checks.shaped("position_ids", with_rank(given, 2), "[B|1, S]", dtypes, hidden_states, "hidden_states", **sizes)
 
 
 def documents_of(positions: Tensor, is_causal: bool) -> IntervalMask:

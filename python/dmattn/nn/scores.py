@@ -155,7 +155,8 @@ def explored(
     ends = None if base is None else segment_ends(base, scores)
     of_heads = scores[:, first_head:].to(torch.promote_types(scores.dtype, torch.float32))
     if 0 in query.shape[:3]:
-        return out, of_heads.sum() if mean else of_heads.sum((0, 2))
+        of_none = of_heads[..., :0]  # scores may be there although no query is
+        return out, of_none.sum() if mean else of_none.sum((0, 2))
     with torch.no_grad():
         certain = None  # up to where keys are visible without being selected
         if base is not None and (local or sink_keys):
