@@ -124,7 +124,10 @@
       }
     }
     const box = element(root, "div", { class: "explorer-picture" });
-    const canvas = element(box, "canvas", { role: "img", "aria-label": "queries by keys, coloured where a query sees a key" });
+    const canvas = element(box, "canvas", {
+      role: "slider", tabindex: 0, "aria-orientation": "vertical", "aria-valuemin": 0,
+      "aria-label": "query; rows are queries, columns keys, coloured where a query sees a key",
+    });
     const legend = element(root, "p", { class: "explorer-legend" });
     for (const [kind, words] of [["sink", "sink"], ["local", "local"], ["chosen", "selected, listed or causal"]]) {
       element(legend, "span", { style: "background:" + COLORS[kind] });
@@ -152,6 +155,9 @@
         `Visible pairs: ${share(found.visible)}. Computed in tiles of ${TILE} queries: ${share(found.computed)} with gathered keys, ` +
         `${share(found.tiles)} by skipping whole tiles. Dense causal: ${found.dense.toLocaleString("en")}. ` +
         `Query ${found.query} sees ${keys.length} keys: ${keys.join(", ")}. A cache then holds ${found.cache} keys.`;
+      canvas.setAttribute("aria-valuemax", s.n - 1);
+      canvas.setAttribute("aria-valuenow", found.query);
+      canvas.setAttribute("aria-valuetext", `query ${found.query} sees ${keys.length} keys`);
       const bits = rows.map((seen) => Array.from({ length: s.n }, (_, j) => (seen.has(j) ? "1" : "0")).join(""));
       data.textContent = JSON.stringify({ ...found, bits });
     }
@@ -163,8 +169,18 @@
       show(-1);
     });
     form.addEventListener("submit", (event) => event.preventDefault());
-    canvas.addEventListener("mousemove", (event) => show(Math.min(s.n - 1, Math.floor((event.offsetY / canvas.clientHeight) * s.n))));
-    canvas.addEventListener("mouseleave", () => show(-1));
+    // A mouse marks the query below it, a finger the one that it taps or drags to, the arrow keys the next one.
+    const mark = (query) => show(Math.min(Math.max(query, 0), s.n - 1));
+    const point = (event) => mark(Math.floor(((event.clientY - canvas.getBoundingClientRect().top) / canvas.clientHeight) * s.n));
+    canvas.addEventListener("pointerdown", point);
+    canvas.addEventListener("pointermove", point);
+    canvas.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && show(-1));
+    canvas.addEventListener("keydown", (event) => {
+      const from = shown < 0 ? s.n - 1 : shown;
+      const moved = { ArrowUp: from - 1, ArrowDown: from + 1, PageUp: from - TILE, PageDown: from + TILE, Home: 0, End: s.n - 1 }[event.key];
+      if (moved !== undefined) mark(moved), event.preventDefault();
+      else if (event.key === "Escape") show(-1);
+    });
     window.addEventListener("hashchange", () => {
       if (window.location.hash.includes("=")) show((s = settingsOf(window.location.hash)).query); // else a heading of the page
     });

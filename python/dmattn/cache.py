@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dmattn import checks, ops, unsupported
 from dmattn.autograd import refuse_gradients
+from dmattn.cache_choice import attend_step
 from dmattn.cache_chunk import CacheCall, CacheSizes, CacheState, take_chunk
 from dmattn.cache_loaded import check_loaded
 from dmattn.fake import accumulate_dtype
@@ -69,6 +70,8 @@ class BoundedCache(nn.Module):
     steps: Tensor
     kept: Tensor
     sizes_saved: Tensor
+    # So many numbers at the end of every value are the index key of a layer that chooses, see CacheCall.choice.
+    index_dim: int = 0
 
     @renamed(sink="sink_keys")
     def __init__(
@@ -292,7 +295,10 @@ class BoundedCache(nn.Module):
         shift = call.shift
         if shift is not None:
             query, key, value = (rolled(x, shift) for x in (query, key, value))
-            call = call._replace(scores=None if call.scores is None else rolled(call.scores, shift))
+            choice = call.choice
+            if choice is not None:
+                choice = choice._replace(query=rolled(choice.query, shift), weights=rolled(choice.weights, shift))
+            call = call._replace(scores=None if call.scores is None else rolled(call.scores, shift), choice=choice)
         if query.shape[2] <= MOST_STEPS:
             out, lse = self._take_steps(query, key, value, call)
         else:
@@ -320,6 +326,13 @@ class BoundedCache(nn.Module):
             slots = None if remaining is None else torch.where(remaining > 0, sizes.visible(), 0).to(torch.int32)
             seen = state[:4] if sizes.rewind == 0 else tuple(x[:, :, : sizes.visible()] for x in state[:4])
             bias = torch.where(seen[3] >= 0, call.recency(seen[3], seen[2]), -torch.inf)
+            if call.choice is not None and sizes.window:
+                choice = call.choice.of_token(t)
+                certain, one = sizes.sink_keys + sizes.local, query[:, :, t : t + 1]
+                results.append(
+                    attend_step(choice, one, seen[0], seen[1], seen[3], slots, bias, certain, call.scale, call.softcap)
+                )
+                continue
             results.append(ops.decode(token, *seen[:2], slots, None, bias, None, False, call.scale, call.softcap))
         if len(results) == 1:
             return results[0]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dmattn import ops
+from dmattn.cache_choice import Choice, attend_chunk
 from dmattn.call import NO_MASK, attend, options_of
 from dmattn.sizes import sizes_of
 
@@ -49,6 +50,7 @@ class CacheCall(NamedTuple):
     shift: Tensor | None  # [B], by how many places real tokens stand behind padding on the left
     scale: float
     softcap: float
+    choice: Choice | None = None  # of which keys each query reads, for heads that select; without it all that the cache shows
 
     def of_heads(self, kv_heads: slice) -> CacheCall:
         """The part of this call that is about some of the key heads."""
@@ -78,7 +80,10 @@ def take_chunk(
     of_call = sizes_of(query, all_key, all_value)
     options = options_of(of_call, None, True, call.scale, call.softcap)
     bias = score if call.adds_scores else None if call.slopes is None else call.recency(position, score)
-    result = attend(query, all_key, all_value, of_call, (None, end, *NO_MASK[2:]), bias, None, options)
+    if call.choice is None or not sizes.window:
+        result = attend(query, all_key, all_value, of_call, (None, end, *NO_MASK[2:]), bias, None, options)
+    else:
+        result = attend_chunk(call.choice, query, all_key, all_value, position, end, bias, sizes[:2], call.scale, call.softcap)
     ops.cache_extend(
         *state, all_key, all_value, score, position, slot, end, call.lengths, sizes.window, sizes.local, sizes.sink_keys
     )

@@ -111,10 +111,10 @@ def test_the_layer_refuses_what_it_cannot_generate():
     made, hidden = layer(local=3), torch.zeros(2, 5, 32, dtype=torch.float64)
     mixed = layer(**LEARNING)
     for call, error, message in (
-        (lambda: made(hidden, cache=layer().new_cache(2)), ValueError, r"\(heads, sink_keys, local, window\) = \[\(2, 0, 3, 6\)\] like"),
-        (lambda: mixed(hidden, cache=made.new_cache(2)), ValueError, r"\(1, 0, 3, 6\)\] like the layer, got \[\(2, 0, 3, 6\)\]"),
-        (lambda: made(hidden, cache=mixed.new_cache(2)), ValueError, r"like the layer, got \[\(1, 0, 3, 0\), \(1, 0, 3, 6\)\]"),
-        (lambda: made(hidden, cache=layer(num_kv_heads=4, local=3).new_cache(2)), ValueError, r"like the layer, got \[\(4, 0, 3, 6\)\]"),
+        (lambda: made(hidden, cache=layer().new_cache(2)), ValueError, r"local, window, index_dim\) = \[\(2, 0, 3, 6, 0\)\] like"),
+        (lambda: mixed(hidden, cache=made.new_cache(2)), ValueError, r"\(1, 0, 3, 6, 0\)\] like the layer, got \[\(2, 0, 3, 6, 0\)\]"),
+        (lambda: made(hidden, cache=mixed.new_cache(2)), ValueError, r"like the layer, got \[\(1, 0, 3, 0, 0\), \(1, 0, 3, 6, 0\)\]"),
+        (lambda: made(hidden, cache=layer(num_kv_heads=4, local=3).new_cache(2)), ValueError, r"like the layer, got \[\(4, 0, 3, 6, 0\)\]"),
         (lambda: made(hidden, cache=made.new_cache(3)), ValueError, r"hidden_states: expected .* with B=3, got \[2, "),
         (lambda: made(hidden, cache={}), TypeError, "cache: expected a dmattn.BoundedCache or a dmattn.nn.MixedCache, got dict"),
         (lambda: made(hidden, dmattn.IntervalMask.padding(5, 3), made.new_cache(2)), ValueError, "base: expected its default with a cache"),

@@ -11,7 +11,7 @@ from dmattn import checks
 from dmattn.attention import key_scores, selected_attention
 from dmattn.cache import BoundedCache, PaddingSide
 from dmattn.masks import IntervalMask
-from dmattn.nn.mixed_cache import MixedCache, cache_of_layer
+from dmattn.nn.mixed_cache import MixedCache, cache_of_layer, check_cache_of_layer
 from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.projections import RotatedProjections
 from dmattn.nn.recipe import ScoreRecipe, recommended_sizes
@@ -349,13 +349,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         self._check_generates(hidden_states, cache.batch_size)
         positions = None if self.rope_theta is None else cache.next_positions(hidden_states.shape[1], lengths, padding_side)
         query, key, value = self.projected(hidden_states, positions)
-        parts = (cache.streaming, cache.selecting) if isinstance(cache, MixedCache) else (cache,)
-        wanted = [(key.shape[1] - self.local_heads, self.sink_keys, self.local, self.window)]
-        if self.local_heads:
-            wanted.insert(0, (self.local_heads, self.sink_keys, self.local, 0))
-        given = [(part.num_kv_heads, *part.sizes[:3]) for part in parts]
-        if given != wanted:
-            raise ValueError(f"cache: expected one with (heads, sink_keys, local, window) = {wanted} like the layer, got {given}")
+        check_cache_of_layer(cache, self.local_heads, key.shape[1], self.sink_keys, self.local, self.window, 0)
         scores = self._scores(hidden_states, value)
         slopes = None if self.log_slope is None else slopes_of(own_part(self.log_slope, value))
         return cache.attend(

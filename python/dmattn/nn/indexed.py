@@ -5,21 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dmattn import checks
 from dmattn.attention import attention
 from dmattn.autograd import refuse_gradients
-from dmattn.cache import PaddingSide
+from dmattn.cache import BoundedCache, PaddingSide
+from dmattn.cache_choice import Choice
 from dmattn.call import autocast
+from dmattn.fake import accumulate_dtype
+from dmattn.indexer import MAX_INDEX_HEADS
 from dmattn.masks import IndexMask, IntervalMask
 from dmattn.masks.interval import segment_ends
 from dmattn.nn.indexed_cache import IndexedCache
 from dmattn.nn.indexer import Indexer, IndexProjections
+from dmattn.nn.mixed_cache import MixedCache, cache_of_layer, check_cache_of_layer
 from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.projections import RotatedProjections
 from dmattn.nn.recipe import IndexRecipe, recommended_sizes
-from dmattn.nn.scores import drawn_rows, recency_of, slopes_of, with_dense_rows
+from dmattn.nn.scores import drawn_rows, explored, recency_of, slopes_of, with_dense_rows, with_recency
 from dmattn.sharding import any_sharded
 
 if torch.distributed.is_available():  # torch can be built without it
@@ -38,6 +43,8 @@ class Chunk(NamedTuple):
     key_bias: Tensor | None  # [1, Hkv, N]
     base: IntervalMask | None
     first: int | None  # None where that is 0
+    ranks: Tensor | None = None  # [B, Hkv, S], what lifetimes are chosen by
+    living: IntervalMask | None = None  # of the heads that select, with base: between which queries a key lives
 
     def of_heads(self, first: int | None, last: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Query, key, value and key_bias of some key heads, from ``first`` to before ``last``."""
@@ -57,6 +64,12 @@ class IndexedAttention(RotatedProjections):
 
     and train it with ``out, loss = layer(hidden, with_index_loss=True)``: the indexer learns from the loss alone, which needs no weight.
 
+    With ``lifetime_window=W`` the cache is bounded, too. As in :class:`DynamicMaskAttention`, ``lifetime_proj`` gives every key a score in each
+    head, to which the head's recency is added, and a key dies when W later or better ones are older than ``local``
+    (:meth:`IntervalMask.top_k`). Each query then chooses its ``window`` keys among those that live. So a head that selects keeps W keys, the
+    local ones and the sinks, with their index keys, however long the sequence is. The loss is the sum of two, which teach different weights: the
+    indexer's, over the keys that live, and :func:`score_loss` of the lifetimes, over all keys.
+
     Args:
         embed_dim: size E of the hidden states.
         num_heads: query heads H.
@@ -69,6 +82,9 @@ class IndexedAttention(RotatedProjections):
         local: latest keys that every query sees.
         sink_keys: first keys of the sequence that every query sees.
         recipe: the indexer, and what teaches it, an :class:`IndexRecipe`; default ``IndexRecipe()``.
+        lifetime_window: keys that live in a head, local ones and sinks aside, at least ``window``; None: all. Only with the recipe's
+            ``groups="heads"`` and ``block_size=1``, because keys live one by one in each head, with ``index_heads`` below 128, and with
+            ``head_dim + index_dim`` up to 256, because the cache keeps an index key in the same row as its value.
         device, dtype: of the parameters.
 
     The lists are those of the selecting heads. With packed documents sinks are the first keys of the row.
@@ -95,6 +111,7 @@ class IndexedAttention(RotatedProjections):
         local: int = 0,
         sink_keys: int = 0,
         recipe: IndexRecipe | None = None,
+        lifetime_window: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -119,8 +136,31 @@ class IndexedAttention(RotatedProjections):
                 embed_dim, self.groups, k=window // recipe.block_size, num_heads=recipe.index_heads, head_dim=recipe.index_dim,
                 block_size=recipe.block_size, block_score=recipe.block_score, local=local, sink_keys=sink_keys, device=device, dtype=dtype,
             )  # fmt: skip
+        self.lifetime_window = lifetime_window
+        if lifetime_window is not None:
+            self._check_lifetimes(lifetime_window)
+            self.lifetime_proj = nn.Linear(embed_dim, num_kv_heads, bias=False, device=device, dtype=dtype)
+            nn.init.zeros_(self.lifetime_proj.weight)
         self._add_slopes(recipe.recency, device, dtype)
         self.o_proj = linear(num_heads * head_dim, embed_dim)
+
+    def _check_lifetimes(self, lifetime_window: int) -> None:
+        recipe = self.recipe
+        checks.positive_int("lifetime_window", lifetime_window)
+        if lifetime_window < self.window:
+            raise ValueError(f"lifetime_window: expected at least window={self.window}, got {lifetime_window}")
+        if recipe.groups != "heads" or recipe.block_size != 1:
+            raise ValueError(
+                f"lifetime_window: expected None with a recipe of groups={recipe.groups!r} and block_size={recipe.block_size}, got"
+                f" {lifetime_window}: keys live one by one in each head"
+            )
+        if self.head_dim + recipe.index_dim > checks.MAX_HEAD_DIM:
+            raise ValueError(
+                f"index_dim: expected at most {checks.MAX_HEAD_DIM} with head_dim={self.head_dim} together where there is a"
+                f" lifetime_window, got {recipe.index_dim}"
+            )
+        if recipe.index_heads >= MAX_INDEX_HEADS:
+            raise ValueError(f"index_heads: expected less than {MAX_INDEX_HEADS} with lifetime_window, got {recipe.index_heads}")
 
     @classmethod
     def recommended(
@@ -152,7 +192,7 @@ class IndexedAttention(RotatedProjections):
         self,
         hidden_states: Tensor,
         base: IntervalMask | None = None,
-        cache: IndexedCache | None = None,
+        cache: IndexedCache | BoundedCache | MixedCache | None = None,
         *,
         index_mask: IndexMask | None = None,
         with_index_loss: bool = False,
@@ -169,16 +209,18 @@ class IndexedAttention(RotatedProjections):
             hidden_states: [B, S, E]. With a cache they are the next S tokens of each sequence, S = 1 for a decode step.
             base: documents and/or padding, see :meth:`IntervalMask.top_k`; not with a cache.
             cache: what :meth:`new_cache` gives; it takes the tokens in. Only without gradients and dropout.
-            index_mask: the lists of the heads that select, from another layer's ``return_index_mask=True``, in place of this layer's own.
+            index_mask: the lists of the heads that select, from another layer's ``return_index_mask=True``, in place of this layer's own; not
+                with lifetime_window, because its keys live for this layer's own lists.
             with_index_loss: also return what teaches the indexer, a scalar; not with index_mask or a cache.
-            return_index_mask: also return the lists, an :class:`IndexMask` [B, G, S, K] without base, for the next layers.
+            return_index_mask: also return the lists, an :class:`IndexMask` [B, G, S, K] without base, for the next layers. Not with the cache
+                of a layer with lifetime_window, whose places are no positions.
             lengths, padding_side: with a cache, which of the S tokens are real, see :meth:`BoundedCache.attend`.
             position_ids: integers [B|1, S] or [S], the positions that query and key are rotated to; default 0, 1, ... in every sequence.
                 Without ``base`` a document begins wherever they do not grow. Not with a cache, which counts by itself, nor with group.
             rotation: what :meth:`rotation` gave for these positions, to compute it once for all layers. Not with a cache.
             group: ranks that hold one sequence in chunks of S tokens each, in rank order (context parallelism). Keys, values and index keys
                 of all chunks are gathered; base, if given, is that of the whole sequence. The loss is the mean over this rank's own
-                queries, of which each rank draws its part. Not with a cache or index_mask.
+                queries, of which each rank draws its part. Not with a cache, index_mask or a layer with lifetime_window.
 
         Returns:
             [B, S, E]; or a tuple of that, the loss and the lists, as far as they were asked for.
@@ -193,6 +235,10 @@ class IndexedAttention(RotatedProjections):
             raise ValueError("index_mask: expected the lists of another layer for a layer with groups=0, got None")
         given = {"base": base is not None, "with_index_loss": with_index_loss, "position_ids": position_ids is not None}
         given |= {"rotation": rotation is not None, "group": group is not None}
+        if self.lifetime_window is not None:
+            unfit = {"group": given["group"], "index_mask": index_mask is not None}
+            unfit["return_index_mask"] = return_index_mask and cache is not None
+            self._refuse(unfit, unfit, "lifetime_window")
         if cache is not None:
             self._refuse(given, given, "a cache, whose sequences and positions are its own")
             out, lists = self._generate(hidden_states, cache, index_mask, lengths, padding_side)
@@ -208,7 +254,9 @@ class IndexedAttention(RotatedProjections):
         index = None if index_mask is not None or self.indexer is None else self.indexer(hidden_states)
         chunk, index = self._chunk(hidden_states, index, base, position_ids, rotation, group)
         if index is not None and self.indexer is not None:
-            index_mask = self.indexer.select(index, base, query_offset=chunk.first)
+            chunk = self._with_lifetimes(hidden_states, chunk)
+            seen = base if chunk.living is None else chunk.living
+            index_mask = self.indexer.select(index, seen, query_offset=chunk.first)
         assert index_mask is not None
         out = self._attended(chunk, index_mask)
         loss = None
@@ -244,6 +292,23 @@ class IndexedAttention(RotatedProjections):
         bias = None if self.log_slope is None else recency_of(self.log_slope, key.shape[2])
         return Chunk(query, key, value, bias, base, first), index
 
+    def _with_lifetimes(self, hidden_states: Tensor, chunk: Chunk) -> Chunk:
+        """The chunk with the lifetimes of its keys, if the layer has any."""
+        if self.lifetime_window is None:
+            return chunk
+        ranks = self.lifetime_proj(hidden_states.detach()).transpose(1, 2)
+        if self.log_slope is not None:
+            ranks, _ = with_recency(ranks, self.log_slope)
+        living = IntervalMask.top_k(
+            ranks.detach()[:, self.local_heads :],
+            self.lifetime_window,
+            True,
+            chunk.base,
+            local=self.local,
+            sink_keys=self.sink_keys,
+        )
+        return chunk._replace(ranks=ranks, living=living)
+
     def _check_not_dealt_out(self, *given: Tensor) -> None:
         if any_sharded(given) or given[1].shape[1] != self.num_kv_heads:
             raise ValueError(
@@ -264,7 +329,8 @@ class IndexedAttention(RotatedProjections):
         parts = []
         for bounds, mask in zip(heads, masks, strict=True):
             query, key, value, bias = chunk.of_heads(*bounds)
-            seen = mask if chunk.base is None else mask & chunk.base
+            base = chunk.base if mask is not index_mask or chunk.living is None else chunk.living
+            seen = mask if base is None else mask & base
             parts.append(attention(query, key, value, seen, key_bias=bias, is_causal=True, **shared))
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
@@ -282,10 +348,17 @@ class IndexedAttention(RotatedProjections):
         assert self.indexer is not None
         rows = drawn_rows(chunk.query.shape[2], max(1, recipe.queries // ranks), recipe.last, out.device)
         query, key, _, bias = chunk.of_heads(self.local_heads, None)
+        base = chunk.base if chunk.living is None else chunk.living
         loss = self.indexer.loss(
-            index, query, key, rows=rows, base=chunk.base, key_bias=bias, softcap=self.softcap, query_offset=chunk.first,
-            sharp=recipe.sharp,
+            index, query, key, rows=rows, base=base, key_bias=bias, softcap=self.softcap, query_offset=chunk.first, sharp=recipe.sharp,
         )  # fmt: skip
+        if chunk.ranks is not None:
+            out, of_lifetimes = explored(
+                chunk.query, chunk.key, chunk.value, out, chunk.ranks, recipe.explore and self.training, mean=True, key_bias=chunk.key_bias,
+                base=chunk.base, local=self.local, sink_keys=self.sink_keys, queries=recipe.queries, last=recipe.last, sharp=recipe.sharp,
+                first_head=self.local_heads, softcap=self.softcap,
+            )  # fmt: skip
+            return out, loss + of_lifetimes
         if recipe.explore and self.training:
             ends = None if chunk.base is None else segment_ends(chunk.base, chunk.key[..., 0])
             parts = autocast(chunk.query, chunk.key, chunk.value)
@@ -296,35 +369,57 @@ class IndexedAttention(RotatedProjections):
 
     # Generation -------------------------------------------------------------------------------------------------------------------
 
-    def new_cache(self, batch_size: int, max_length: int, *, rewind: int = 0) -> IndexedCache:
-        """An empty cache for generating with this layer, on its device and in its dtype.
+    def new_cache(
+        self, batch_size: int, max_length: int | None = None, *, rewind: int = 0
+    ) -> IndexedCache | BoundedCache | MixedCache:
+        """An empty cache for generating with this layer, on its device and in its dtype; with ``lifetime_window`` one of fixed size, a
+        :class:`MixedCache`, or a :class:`dmattn.BoundedCache` without local heads.
 
         Args:
             batch_size: number of sequences B.
-            max_length: tokens that a sequence can have.
+            max_length: tokens that a sequence can have; without effect with ``lifetime_window``.
             rewind: number of latest tokens that can be taken back.
 
         Raises:
             TypeError, ValueError: as :class:`IndexedCache`.
         """
         weight = self.k_proj.weight
+        common: dict[str, Any] = {
+            "local": self.local,
+            "sink_keys": self.sink_keys,
+            "index_dim": self.recipe.index_dim,
+            "rewind": rewind,
+        }
+        common |= {"dtype": weight.dtype, "device": weight.device}
+        if self.lifetime_window is not None:
+            heads = (self.num_kv_heads, self.local_heads)
+            return cache_of_layer(batch_size, *heads, self.lifetime_window, self.head_dim, **common)
+        if max_length is None:
+            raise ValueError("max_length: expected a number of tokens for a layer without lifetime_window, got None")
         return IndexedCache(
-            batch_size, self.num_kv_heads, max_length, self.head_dim, local_heads=self.local_heads, local=self.local,
-            sink_keys=self.sink_keys, groups=self.groups, index_dim=self.recipe.index_dim, rewind=rewind, dtype=weight.dtype,
-            device=weight.device,
-        )  # fmt: skip
+            batch_size, self.num_kv_heads, max_length, self.head_dim, local_heads=self.local_heads, groups=self.groups, **common
+        )
 
     def _generate(
-        self, hidden_states: Tensor, cache: IndexedCache, index_mask: IndexMask | None, lengths: Tensor | None, padding_side: PaddingSide
-    ) -> tuple[Tensor, IndexMask]:  # fmt: skip
-        """[B, H, S, D]: attention of the next tokens to what the cache holds and to each other; and their lists."""
-        checks.instance("cache", cache, IndexedCache, "a dmattn.nn.IndexedCache")
+        self, hidden_states: Tensor, cache: IndexedCache | BoundedCache | MixedCache, index_mask: IndexMask | None,
+        lengths: Tensor | None, padding_side: PaddingSide,
+    ) -> tuple[Tensor, IndexMask | None]:  # fmt: skip
+        """[B, H, S, D]: attention of the next tokens to what the cache holds and to each other; and their lists, if the cache holds all keys."""
+        is_bounded = self.lifetime_window is not None
+        kinds, names = ((BoundedCache, MixedCache), "a dmattn.BoundedCache or a dmattn.nn.MixedCache") if is_bounded else (
+            IndexedCache, "a dmattn.nn.IndexedCache"
+        )  # fmt: skip
+        checks.instance("cache", cache, kinds, names)
         self._check_generates(hidden_states, cache.batch_size)
-        own = (0, 0, 0) if not self.local_heads else (self.local_heads, self.local, self.sink_keys)
-        if cache._local_sizes != own:
-            raise ValueError(
-                f"cache: expected one with local_heads, local and sink_keys = {own} like the layer, got {cache._local_sizes}"
-            )
+        if isinstance(cache, IndexedCache):
+            own = (0, 0, 0) if not self.local_heads else (self.local_heads, self.local, self.sink_keys)
+            if cache._local_sizes != own:
+                raise ValueError(
+                    f"cache: expected one with local_heads, local and sink_keys = {own} like the layer, got {cache._local_sizes}"
+                )
+        else:
+            sizes = (self.num_kv_heads, self.sink_keys, self.local, self.lifetime_window or 0, self.recipe.index_dim)
+            check_cache_of_layer(cache, self.local_heads, *sizes)
         positions = None if self.rope_theta is None else cache.next_positions(hidden_states.shape[1], lengths, padding_side)
         query, key, value = self.projected(hidden_states, positions)
         self._check_not_dealt_out(query, key, value)
@@ -332,12 +427,29 @@ class IndexedAttention(RotatedProjections):
             refuse_gradients("IndexedAttention with a cache")
         index = None if self.indexer is None else self.indexer(hidden_states)
         slopes = None if self.log_slope is None else slopes_of(self.log_slope)
+        if not isinstance(cache, IndexedCache):
+            scores = self.lifetime_proj(hidden_states).transpose(1, 2)
+            return self._attended_bounded(cache, query, key, value, index, scores, slopes, lengths, padding_side), None
         given = None if index_mask is None else self._checked_lists(index_mask, query)
         return cache.attend(
             query, key, value, index, self.indexer if given is None else given, slopes=slopes, softcap=self.softcap, lengths=lengths,
             padding_side=padding_side,
         )  # fmt: skip
 
+    def _attended_bounded(
+        self, cache: BoundedCache | MixedCache, query: Tensor, key: Tensor, value: Tensor, index: IndexProjections | None, scores: Tensor,
+        slopes: Tensor | None, lengths: Tensor | None, padding_side: PaddingSide,
+    ) -> Tensor:  # fmt: skip
+        """[B, H, S, D] of the next tokens, which choose among the keys that live in the cache. Index keys lie behind values."""
+        assert self.indexer is not None
+        assert index is not None
+        query, key, value, index_query, index_key = cache._autocast(query, key, value, index.query, index.key)
+        value = torch.cat((value, F.pad(index_key, (0, 0, 0, 0, self.local_heads, 0))), 3)
+        cache._check(query, key, value, scores, slopes)
+        call = cache._checked_call(query, scores, slopes, lengths, padding_side, True, None, self.softcap)
+        choice = Choice(index_query, index.weights.to(accumulate_dtype(key.dtype)), self.indexer.slope, self.indexer.k)
+        return cache._attend(query, key, value, call._replace(choice=choice))[0]
+
     def extra_repr(self) -> str:
-        names = ("embed_dim", "num_heads", "num_kv_heads", "window", "local", "sink_keys", "local_heads")
+        names = ("embed_dim", "num_heads", "num_kv_heads", "window", "local", "sink_keys", "local_heads", "lifetime_window")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)

@@ -15,15 +15,32 @@ from dmattn.cache_loaded import check_same_lengths
 
 
 def cache_of_layer(
-    batch_size: int, kv_heads: int, local_heads: int, window: int, head_dim: int, value_dim: int | None = None, **options: Any
-) -> BoundedCache | MixedCache:
-    """An empty cache for a layer whose first ``local_heads`` key heads stream and whose others select; options as of BoundedCache."""
+    batch_size: int, kv_heads: int, local_heads: int, window: int, head_dim: int, value_dim: int | None = None, *,
+    index_dim: int = 0, **options: Any,
+) -> BoundedCache | MixedCache:  # fmt: skip
+    """An empty cache for a layer whose first ``local_heads`` key heads stream and whose others select, and choose among what they hold by
+    index keys of ``index_dim`` numbers (0: they see it all); options as of BoundedCache."""
+    value_dim = head_dim if value_dim is None else value_dim
 
-    def part(heads: int, window: int) -> BoundedCache:
-        return BoundedCache(batch_size, heads, window, head_dim, value_dim, **options)
+    def part(heads: int, window: int, index_dim: int) -> BoundedCache:
+        return BoundedCache(batch_size, heads, window, head_dim, value_dim + index_dim, **options)
 
-    selecting = part(kv_heads - local_heads, window)
-    return MixedCache(part(local_heads, 0), selecting) if local_heads else selecting
+    selecting = part(kv_heads - local_heads, window, index_dim)
+    selecting.index_dim = index_dim
+    return MixedCache(part(local_heads, 0, 0), selecting) if local_heads else selecting
+
+
+def check_cache_of_layer(cache: BoundedCache | MixedCache, local_heads: int, *selecting: int) -> None:
+    """Refuses a cache that :func:`cache_of_layer` does not give for such a layer; selecting: kv_heads, sink_keys, local, window, index_dim."""
+    parts = (cache.streaming, cache.selecting) if isinstance(cache, MixedCache) else (cache,)
+    wanted = [(selecting[0] - local_heads, *selecting[1:])]
+    if local_heads:
+        wanted.insert(0, (local_heads, *selecting[1:3], 0, 0))
+    given = [(part.num_kv_heads, *part.sizes[:3], part.index_dim) for part in parts]
+    if given != wanted:
+        raise ValueError(
+            f"cache: expected one with (heads, sink_keys, local, window, index_dim) = {wanted} like the layer, got {given}"
+        )
 
 
 class MixedCache(nn.Module):
@@ -50,7 +67,7 @@ class MixedCache(nn.Module):
         if streaming.sizes.window:
             raise ValueError(f"streaming: expected a cache with window=0, got {streaming}")
         common = [
-            (c.key.shape[0], c.key.shape[3], c.value.shape[3], c.sizes.rewind, c.key.dtype, c.key.device)
+            (c.key.shape[0], c.key.shape[3], c.value.shape[3] - c.index_dim, c.sizes.rewind, c.key.dtype, c.key.device)
             for c in (streaming, selecting)
         ]
         if common[0] != common[1]:
@@ -120,7 +137,8 @@ class MixedCache(nn.Module):
     def _check(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, slopes: Tensor | None) -> None:
         """Refuses what does not fit before one of the caches takes tokens in."""
         for cache in (self.selecting, self.streaming):
-            cache._check(query, key, value, scores, slopes, kv_heads=self.num_kv_heads)
+            own_value = value if cache is self.selecting else value[..., : cache.value.shape[3]]
+            cache._check(query, key, own_value, scores, slopes, kv_heads=self.num_kv_heads)
 
     def _checked_call(self, *arguments: Any) -> CacheCall:
         return self.selecting._checked_call(*arguments)
@@ -128,7 +146,9 @@ class MixedCache(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: CacheCall) -> tuple[Tensor, Tensor]:
         first, group = self.streaming.key.shape[1], query.shape[1] // self.num_kv_heads
         parts = [
-            cache._attend(query[:, heads], key[:, kv_heads], value[:, kv_heads], call.of_heads(kv_heads))
+            cache._attend(
+                query[:, heads], key[:, kv_heads], value[:, kv_heads, :, : cache.value.shape[3]], call.of_heads(kv_heads)
+            )
             for cache, kv_heads, heads in (
                 (self.streaming, slice(0, first), slice(0, first * group)),
                 (self.selecting, slice(first, None), slice(first * group, None)),
