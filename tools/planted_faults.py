@@ -271,7 +271,7 @@ class Planter:
                 if status in (0, 5):
                     outcome = ("survived", "") if status == 0 else outcome
                     break
-                if not failed and status is not None and self.pytest(self.base.site, tests, *options)[0] == status:
+                if not failed and self.pytest(self.base.site, tests, *options)[0] == status:
                     sys.exit(f"{tests[0]} does not run without a mutation, either:\n{output[-4000:]}")
                 if not failed or failed in self.passing or not self.fails_without(failed):
                     ended = f"no end after {self.options.timeout:.0f} s" if status is None else f"exit status {status}"

@@ -8,7 +8,7 @@ import math
 import dmattn
 import pytest
 import torch
-from dmattn import BoundedCache
+from dmattn import BoundedCache, checks
 from dmattn.nn import MixedCache
 from dmattn_bench import two_ways
 from test_cache import STATE, History, assert_same_state
@@ -234,6 +234,13 @@ def test_inputs_need_not_be_contiguous(device, tokens):
     cache.rewind(back)
     same.rewind(back.contiguous())
     assert_same_state(cache, same)
+
+
+def test_the_longest_window_is_taken(monkeypatch):
+    monkeypatch.setattr(checks, "MAX_LENGTH", 11)
+    assert cache_of(window=4, rewind=2).key.shape[2] == 11
+    with pytest.raises(ValueError, match="from 1 to 11, got 12"):
+        cache_of(window=5, rewind=2)
 
 
 def test_a_saved_state_fits_its_own_kind_alone():

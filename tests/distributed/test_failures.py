@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dmattn.distributed import failures
 from rank_pool import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="ranks talk over gloo")
@@ -23,6 +24,13 @@ def pools():
     yield made
     for pool in made.values():
         pool.close()
+
+
+def test_a_group_with_a_failed_rank_is_refused(monkeypatch):
+    monkeypatch.setattr(failures, "_failures", {"a group": "rank 1 failed: no memory"})
+    failures.check("another group")
+    with pytest.raises(RuntimeError, match="rank 1 failed: no memory; its group cannot be used any more"):
+        failures.check("a group")
 
 
 def lengths_of(phase, way, world):

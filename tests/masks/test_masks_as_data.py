@@ -14,6 +14,7 @@ import torch
 from dmattn import BlockMask, CombinedMask, IndexMask, IntervalMask
 from dmattn.masks import collate
 from dmattn.masks.data import MaskData
+from dmattn.masks.heads import same_heads
 from dmattn.nn import MaskBuffer
 from dmattn.testing import AttentionCase, assert_matches_reference, per_query_head, strategies
 from hypothesis import given
@@ -383,11 +384,18 @@ def test_facts_of_no_interval_mask_are_refused(facts, made):
 
 
 @pytest.mark.parametrize(("kind", "facts"), [("a BlockMask", (2000, 40, 1, 1)), ("a BlockMask", (50, -40, 1, 1)),
-                                             ("a BlockMask", (50, 40, 0, 1)), ("an IndexMask", (3, 0, 0, 0))], ids=str)  # fmt: skip
+                                             ("a BlockMask", (50, 40, 0, 1)), ("an IndexMask", (3, 1, 0, 0))], ids=str)  # fmt: skip
 def test_facts_that_do_not_fit_the_tables_are_refused(kind, facts):
     holder = MaskBuffer(BlockMask.from_bool(bools(50, 40)) if kind == "a BlockMask" else index_of())
     with pytest.raises(ValueError, match=rf"state_dict: expected the state of {kind}, got \[{facts[0]}, "):
         holder.load_state_dict({**holder.state_dict(), "_extra_state": torch.tensor(facts)})
+
+
+def test_the_state_of_an_index_mask_that_is_not_causal_is_loaded():
+    mask = IndexMask(index_of().indices)
+    holder = MaskBuffer(index_of())
+    holder.load_state_dict(MaskBuffer(mask).state_dict())
+    assert same(holder.mask, mask)
 
 
 def test_a_mask_that_is_not_saved(mask):
@@ -448,6 +456,10 @@ def test_a_tree_of_a_masks_tensors(mask):
     leaves, spec = pytree.tree_flatten(mask)
     assert not any(leaf is None or isinstance(leaf, MaskData) for leaf in leaves)
     assert same(pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec))), mask)
+
+
+def test_masks_of_no_heads_go_together():
+    assert [bound.shape[1] for bound in same_heads(torch.zeros(1, 0, 5), torch.zeros(1, 0, 5), "end")] == [0, 0]
 
 
 def test_trees_of_earlier_programs_name_no_parts():

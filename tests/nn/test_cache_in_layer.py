@@ -135,6 +135,15 @@ def test_the_layer_refuses_what_it_cannot_generate():
         assert cache.length.tolist() == [0, 0]
 
 
+def test_a_layer_generates_unless_it_drops_weights():
+    hidden = torch.randn(2, 5, 32, dtype=torch.float64)
+    made = layer(dropout=0.1).eval()
+    with torch.no_grad():
+        expected = made(hidden, cache=made.new_cache(2))
+        made.dropout = 0.0
+        torch.testing.assert_close(made.train()(hidden, cache=made.new_cache(2)), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"local": 3}, LEARNING], ids=len)
 def test_a_cuda_graph_holds_the_layer_s_step(options):

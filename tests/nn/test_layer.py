@@ -756,3 +756,8 @@ def test_a_chunk_of_a_sequence_is_refused_what_ranks_decide():
         layer_with(32, 2, 8, is_causal=False)(hidden, group=group)
     with pytest.raises(ValueError, match="group: expected its default with a cache"), torch.no_grad():
         layer(hidden, cache=layer.new_cache(2), group=group)
+
+
+def test_a_layer_says_whether_scores_only_select():
+    assert "select_only=True" in layer_of(select_only=True).extra_repr()
+    assert "select_only" not in layer_of().extra_repr()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import sys
 
 import brute_check
 import dmattn
@@ -609,3 +611,13 @@ def test_more_than_two_to_the_31_elements():
     alone = dmattn.decode_attention(query[2:, 7:], key[2:, 7:].clone(), key[2:, 7:].clone(), lengths[2:], return_lse=True)
     assert_equal((out[2:, 7:], lse[2:, 7:]), alone)
     assert (out[:2] == 0).all()
+
+
+def test_caches_with_more_rows_than_numbers_are_refused(monkeypatch):
+    query, key, lengths = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 6, 16), torch.tensor([6, 6]).int()
+    mask = dmattn.IndexMask(torch.zeros(1, 1, 1, 3, dtype=torch.int32))
+    for most in (25, 24):
+        monkeypatch.setattr(sys.modules["dmattn.decode_listed"], "MAX_ROWS", most)
+        refused = pytest.raises(ValueError, match=r"key_cache: expected fewer than 2\^31 rows with a mask, got 24")
+        with refused if most == 24 else contextlib.nullcontext():
+            dmattn.decode_attention(query, key, key, lengths, mask=mask)

@@ -277,6 +277,8 @@ PUBLIC = {
     "index_query of rank 4": (lambda: dmattn.index_top_k(IQ[:, :, 0], IK, IW, 3), ValueError, "index_query: expected 5 dimensions [B, G, Sq, Hi, Di], got shape [2, 2, 3, 8]"),
     "index_key of other groups": (lambda: dmattn.index_top_k(IQ, IK[:, :1], IW, 3), ValueError, "index_key: expected [B, G, Sk, Di] with B=2, G=2, Di=8, got [2, 1, 12, 8]"),
     "index_key of another dtype": (lambda: dmattn.index_top_k(IQ, IK.double(), IW, 3), TypeError, "index_key: expected dtype torch.float32 like index_query, got torch.float64"),
+    "index_query without heads": (lambda: dmattn.index_top_k(IQ[:, :, :, :0], IK, IW[..., :0], 3), ValueError, "index_query: expected 1 to 128 heads Hi, got 0"),
+    "index_key too long": (lambda: dmattn.index_top_k(IQ[:1, :1], IK[:1, :1, :1].expand(1, 1, 2**20 + 1, 8), IW[:1, :1], 3), ValueError, "index_key: expected lengths up to 1048576, got 1048577"),
     "weights without heads": (lambda: dmattn.index_top_k(IQ, IK, IW[..., 0], 3), ValueError, "weights: expected 4 dimensions [B, G, Sq, Hi], got shape [2, 2, 10]"),
     "weights of integers": (lambda: dmattn.index_top_k(IQ, IK, IW.int(), 3), TypeError, "weights: expected dtype float64, float32, bfloat16, float16, got int32"),
     "slope of one head": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, slope=torch.ones(1)), ValueError, "slope: expected [G] with G=2, got [1]"),

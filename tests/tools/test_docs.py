@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import re
 import subprocess
@@ -257,27 +258,42 @@ def test_the_list_of_errors_is_whole(monkeypatch):
     assert sum(file.startswith("cpp/") for file, _ in found) >= checks - 4  # cpp/errors.h defines both
 
 
-def test_messages_of_errors_are_in_the_list(monkeypatch):
-    from dmattn import BlockMask, IntervalMask, attention
+# What a call gave: shapes and tuples, numbers, sizes and quoted words, devices and dtypes; "0 <=" and layouts such as [B|1, S] are words.
+GIVEN = re.compile(r"\[[\d\]-][^\]]*\]?|\w+=\d+|(?<![|\w])(?!0 <)\w*\d[\w.+-]*|'\w+'|(?<=device )\w+|(?<=dtype )\w+|[<=]=?")
+
+
+def searches_of(message):
+    """What a reader searches for: the two longest runs of words before what the call gave."""
+    runs = [run.strip(" ,(") for part in message.split(", got")[0].split(": ") for run in GIVEN.split(part)]
+    return sorted(runs, key=len, reverse=True)[:2]
+
+
+def test_messages_are_found_by_their_words(monkeypatch):
+    """Every call of tests/ops/test_errors.py is made; its words lead to few entries, one of which fits the whole message."""
+    from test_errors import PUBLIC
 
     errors, errors_of = listed_errors(monkeypatch)
-    q, k, ones = torch.randn(1, 4, 16, 16), torch.randn(1, 2, 16, 16), torch.ones(20, 20)
-    odd, three = torch.randn(1, 4, 16, 12), torch.randn(1, 3, 16, 16)
-    calls = (
-        lambda: attention(q, three, three),
-        lambda: attention(odd, odd, odd),
-        lambda: attention(q.to_sparse(), k, k),
-        lambda: attention(q, k, k, IntervalMask.causal(20)),
-        lambda: attention(q, k, k, BlockMask.from_bool(ones > 0)),
-        lambda: attention(q, k, k, ones[:16, :16]),
-        lambda: torch.ops.dmattn.select(ones, None, 1, True),
-    )
-    patterns = {(error.kind, ".*".join(re.escape(part) for part in re.split(r"\{[\w.]+\}", error.message))) for error in errors}
-    for call in calls:
-        with pytest.raises((TypeError, ValueError, RuntimeError)) as raised:
-            call()
-        own = [pattern for kind, pattern in patterns if kind == raised.type.__name__ and len(pattern) > 20]
-        assert any(re.fullmatch(pattern, str(raised.value), re.DOTALL) for pattern in own), str(raised.value)
+    assert not [error.message for error in errors if "{" in error.message]
+    groups = errors_of.grouped(errors)
+    entries = [entry for group in groups.values() for entry in group]
+    shown = [html.unescape(re.sub(r"<[^>]+>", "", errors_of.entry(entry).replace("<br>", "\n"))) for entry in entries]
     page = errors_of.page(errors)
-    assert page.count("\n| ") == len(errors) + len(re.findall("^###", page, re.M))
-    assert "a wrong type or dtype, or neither or both of dt_proj and dt_proj_weight." in page
+    assert page.count("<li>") == len(entries) > 500
+    assert {id(error) for entry in entries for error in entry} == set(map(id, errors))
+    assert re.findall("^#### (.*)", page, re.M) == sorted(
+        groups.keys() - {"any argument", "none", "called directly"}, key=str.lower
+    )
+    lost, searches = [], set()
+    for call, kind, _ in PUBLIC.values():
+        with pytest.raises(kind) as raised:
+            call()
+        message, hits = str(raised.value), []
+        for words in searches_of(message):
+            found = [entry for entry, text in zip(entries, shown, strict=True) if words in text]
+            own = [error for entry in found for error in entry if error.kind == kind.__name__]
+            fits = any(re.fullmatch(error.pattern(), message, re.DOTALL) for error in own)
+            hits += [words] if fits and len(found) <= 64 else []
+        searches.update(hits[:1])
+        lost += [] if hits else [message]
+    assert not lost
+    assert len(searches) > 100

@@ -150,6 +150,15 @@ def test_norms_tell_rounding_from_errors(dtype):
             check(one[0], one, dtype)
 
 
+@pytest.mark.parametrize("size", [1e-290, 1e-250, 1e-160, 1e150])
+def test_the_rule_allows_rounding_of_tiny_and_huge_numbers(size):
+    # Squares of such numbers are 0 or infinite.
+    for number in (48, 49, 59, 67):
+        query, key, value = (strategies.random_tensor((1, 1, 2, 128), 4 * number + i, torch.float64) for i in range(3))
+        key_bias = torch.randn(1, 1, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        assert_matches_reference(AttentionCase(query * size, key, value, key_bias=key_bias))
+
+
 def test_one_wrong_row_among_many_is_seen():
     """Rows are as large as means over all keys so far, as of causal attention to keys that are all alike: the last ones are small."""
     heads, length = 16, 4096

@@ -122,8 +122,8 @@ def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Term
     wrong_ds = wrong_weights * (share * dp - delta).abs() + weights * (wrong_dp + wrong_share * share * (dp - inner).abs())
     # delta is wrong for a whole row at once: out is rounded when it is saved, and computed with rounding
     wrong_delta = {
-        "storage": (grad_out * out).square().sum(-1, keepdim=True).sqrt(),
-        "arithmetic": (grad_out * out_arithmetic).square().sum(-1, keepdim=True).sqrt() + delta.abs() + lost * inner.abs(),
+        "storage": _root_of_squares(grad_out * out),
+        "arithmetic": _root_of_squares(grad_out * out_arithmetic) + delta.abs() + lost * inner.abs(),
     }
     # Beside a sink the gradient that comes in is multiplied and rounded, too.
     rounded_ds = ds.abs() + weights * wrong_dp if exact.sinks is not None else ds
@@ -231,9 +231,21 @@ def _sinks_of(exact: AttentionCase) -> Tensor:
     return torch.zeros((), dtype=TRUTH) if exact.sinks is None else _finite(exact.sinks)[:, None, None]
 
 
+def _scaled(given: Tensor) -> tuple[Tensor, float]:
+    """A tensor over its largest number, and that: squares of tiny numbers would be 0, those of huge ones infinite."""
+    size = min(max(_largest(given.abs()), torch.finfo(TRUTH).tiny), torch.finfo(TRUTH).max)
+    return given / size, size
+
+
+def _root_of_squares(given: Tensor) -> Tensor:
+    given, size = _scaled(given)
+    return given.square().sum(-1, keepdim=True).sqrt() * size
+
+
 def _rss(a: Tensor, b: Tensor) -> Tensor:
     """Root of the sum of squares of the products that a @ b sums."""
-    return (a.square() @ b.square()).sqrt()
+    (a, a_size), (b, b_size) = _scaled(a), _scaled(b)
+    return (a.square() @ b.square()).sqrt() * a_size * b_size
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -294,16 +306,18 @@ def _largest(tensor: Tensor) -> float:
 
 def _to_kv_heads(given: Tensor, kv_heads: int) -> Tensor:
     """Independent errors of the query heads of a group add up to their key head's."""
-    return given.unflatten(1, (kv_heads, -1)).square().sum(dim=2).sqrt() if kv_heads else given
+    given, size = _scaled(given)
+    return (given.unflatten(1, (kv_heads, -1)).square().sum(dim=2).sqrt() if kv_heads else given) * size
 
 
 def _to_shape(given: Tensor, shape: Sequence[int]) -> Tensor:
     """Independent errors of a [B, H, ...] tensor, added up over what was broadcast from ``shape``."""
     wanted = (1,) * (given.dim() - len(shape)) + tuple(shape)
+    given, given_size = _scaled(given)
     squares = given.square()
     for axis, size in enumerate(wanted):
         if size == 1 and squares.shape[axis] != 1:
             squares = squares.sum(dim=axis, keepdim=True)
     if wanted[1] != squares.shape[1]:
         squares = squares.unflatten(1, (wanted[1], -1)).sum(dim=2)
-    return squares.sqrt().reshape(tuple(shape))
+    return squares.sqrt().reshape(tuple(shape)) * given_size
