@@ -148,8 +148,13 @@ def record(logs: Path, output: Path, part: str, family: str) -> list[str]:
     return wrong
 
 
+def draws_of(runs: list[dict]) -> set[tuple]:
+    """What has been drawn: seeds of an op of a family, by a build. Runs of before 2026-11-26 did not say it."""
+    return {(run["family"], run["op"], run.get("build"), seed) for run in runs for seed in run.get("seeds", ())}
+
+
 def record_fuzz(made: Path, path: Path, family: str) -> list[str]:
-    """Adds the merged logs of the fuzz: the last run of a family and an op stays, with its commit, where device and packages are the same."""
+    """Adds the merged logs of the fuzz to earlier ones of the same device and packages. What is drawn again by the same build counts once."""
     if not made.is_file():
         return [f"fuzz {family}: no log was written"]
     summary = json.loads(made.read_text())
@@ -160,8 +165,8 @@ def record_fuzz(made: Path, path: Path, family: str) -> list[str]:
     summary["runs"] = [{**run, "commit": commit} for run in summary["runs"]]
     before = json.loads(path.read_text()) if path.is_file() else {}
     if all(before.get(key) == value for key, value in summary.items() if key != "runs"):
-        now = {(run["family"], run["op"]) for run in summary["runs"]}
-        summary["runs"] += [run for run in before["runs"] if (run["family"], run["op"]) not in now]
+        now = draws_of(summary["runs"])
+        summary["runs"] += [run for run in before["runs"] if not draws_of([run]) & now]
         summary["runs"].sort(key=lambda run: (run["family"], run["op"]))
     path.write_text(to_json(summary))
     mine = [run for run in summary["runs"] if run["family"] == family]

@@ -1,8 +1,8 @@
 """Every op against brute force on drawn inputs, through the public functions and directly.
 
 HYPOTHESIS_PROFILE=nightly draws 5,000 examples an op, those of decoding, of the cache and of reductions too, in shards that pytest-xdist runs
-side by side. DMATTN_FUZZ_LOG=path.json has every shard write what it did beside path; the file as a program makes one summary of them. On a GPU,
-for one family after the other:
+side by side. DMATTN_FUZZ_SEED=n begins at seed n instead of 0. DMATTN_FUZZ_LOG=path.json has every shard write what it did beside path; the
+file as a program makes one summary of them. On a GPU, for one family after the other:
 
     DMATTN_FAMILY=sm80 HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=2 DMATTN_FUZZ_LOG=fuzz.json python -m pytest -n 10 tests/ops/test_fuzz.py
     python tests/ops/test_fuzz.py fuzz.json
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import json
 import os
 import sys
@@ -24,6 +26,7 @@ import dmattn
 import hypothesis
 import numpy as np
 import pytest
+import test_backward
 import test_cache
 import test_decode
 import test_indexer
@@ -41,6 +44,7 @@ THRESHOLDS = (1, 31, 32, 33, 63, 64, 65, 95, 97, 127, 128, 129, 191, 192, 193, 2
 HEAD_DIMS = (8, 16, 24, 32, 56, 64, 72, 96, 120, 128, 136, 192, 248, 256)
 USUAL_WORK, LARGEST_WORK = 1 << 16, 1 << 19  # elements of the matrix of weights
 SHARDS = 10 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
+FIRST_SEED = int(os.environ.get("DMATTN_FUZZ_SEED", "0"))
 
 
 # What is drawn ----------------------------------------------------------------------------------------------------------------------
@@ -164,7 +168,9 @@ class Fuzzed:
 @st.composite
 def problems(draw, device):
     dtype, shape = draw(strategies.dtypes(device)), draw(shapes())
-    seed, magnitude = draw(strategies.seeds()), draw(st.sampled_from((1.0, 1.0, 4.0, 0.0)))
+    subnormal, huge = torch.finfo(dtype).tiny / 8, 64.0 if dtype == torch.float16 else 1e30
+    seed, magnitude = draw(strategies.seeds()), draw(st.sampled_from((1.0, 1.0, 4.0, 0.0, subnormal)))
+    magnitudes = (magnitude, magnitude, draw(st.sampled_from((magnitude, magnitude, subnormal, huge))))
     start, end = draw(intervals(shape))
     block = draw(patterns((*draw(leads(shape)), shape.Sq, shape.Sk))) if draw(st.sampled_from((False, False, True))) else None
     lists = draw(index_lists(shape)) if draw(st.sampled_from((False, False, True))) else None
@@ -186,7 +192,7 @@ def problems(draw, device):
     bad = draw(st.sampled_from((0.0, torch.nan, torch.inf, -torch.inf)))
     for number, (name, size) in enumerate(sizes.items()):
         layout = draw(st.sampled_from(strategies.LAYOUTS))
-        made = magnitude * strategies.random_tensor((shape.B, *size), seed + number, dtype)
+        made = magnitudes[number] * strategies.random_tensor((shape.B, *size), seed + number, dtype)
         if name != "query" and bad != 0.0 and layout != "expanded":
             made = made.masked_fill(torch.from_numpy(hidden)[..., None], bad)
         leaves[name] = strategies.laid_out(made.to(device), layout)
@@ -221,13 +227,15 @@ def problems(draw, device):
         lists = IndexMask(on_device(entries), size, local=local, sink_keys=sinks)
         mask = BlockMask.from_bool(mask) if isinstance(mask, torch.Tensor) else mask
         mask = lists if mask is None else mask & lists
+    # In float64 the truth is rounded like a result, and in sums of equal numbers all roundings may go one way.
+    layouts = strategies.LAYOUTS if dtype == torch.float64 and magnitude < 1 else strategies.GRADIENT_LAYOUTS
     tiles = st.sampled_from((128, 256) if device == "cuda" else (32, 64, 96, 128, 160, 256))
     case = AttentionCase(
         **leaves, mask=mask, visible=torch.from_numpy(visible).to(device),
         scale=draw(st.sampled_from((None, None, 0.3, 1.0, -0.5, 0.0))), softcap=draw(st.sampled_from((0.0, 0.0, 0.5, 8.0, 30.0, 400.0))),
         dropout_p=draw(st.sampled_from((0.0, 0.0, 0.2, 0.9))), dropout_seed=draw(st.integers(-(2**63), 2**63 - 1)),
         deterministic=draw(st.booleans()), grad_seed=seed, grad_through_lse=draw(st.booleans()),
-        grad_layout=draw(st.sampled_from(strategies.GRADIENT_LAYOUTS)), query_offset=offset,
+        grad_layout=draw(st.sampled_from(layouts)), query_offset=offset,
     )  # fmt: skip
     if draw(st.sampled_from((False, False, True))):
         case = strategies.with_expanded_biases(case)
@@ -508,6 +516,12 @@ def check_index_top_k(data, device):
     return 0.0
 
 
+def check_cases(data, device):
+    """Sinks, every constructor of a mask, and all else that dmattn.testing draws."""
+    test_backward.test_drawn_cases.hypothesis.inner_test(device, data)
+    return 0.0
+
+
 def check_reduce(data, device):
     test_reduce.test_any_shape.hypothesis.inner_test(device, data)
     return 0.0
@@ -522,16 +536,24 @@ CHECKS = {
 }
 if SHARDS > 1:
     CHECKS |= {"decode": check_decode, "cache": check_cache, "rewind": check_rewind, "reduce": check_reduce}
-    CHECKS["index_top_k"] = check_index_top_k
+    CHECKS |= {"index_top_k": check_index_top_k, "cases": check_cases}
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.parametrize("op", CHECKS)
 def test_fuzz(device, op, shard):
-    report = {"op": op, "shard": shard, "examples": 0, "failures": 0, "seconds": 0.0, "worst_error_of_allowed": 0.0}
-    number = list(CHECKS).index(op) * SHARDS + shard
+    seed = FIRST_SEED + shard
+    report = {
+        "op": op,
+        "seed": seed,
+        "build": build(),
+        "examples": 0,
+        "failures": 0,
+        "seconds": 0.0,
+        "worst_error_of_allowed": 0.0,
+    }
 
-    @hypothesis.seed(number)
+    @hypothesis.seed(seed * 100 + list(CHECKS).index(op))
     @hypothesis.settings(max_examples=max(1, hypothesis.settings.default.max_examples // SHARDS), database=None)
     @hypothesis.given(st.data())
     def draw_and_check(data):
@@ -552,6 +574,16 @@ def test_fuzz(device, op, shard):
 # The log ----------------------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def build():
+    """A digest of the package that is tested, and of the tests that draw."""
+    digest, package = hashlib.sha256(), Path(dmattn.__file__).parent
+    for folder, pattern in ((package, "*.py"), (package, "*.so"), (Path(__file__).parents[1], "*.py")):
+        for path in sorted(folder.rglob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def write_log(report, device):
     """Writes what a shard did beside the path that DMATTN_FUZZ_LOG names."""
     path = os.environ.get("DMATTN_FUZZ_LOG")
@@ -563,21 +595,23 @@ def write_log(report, device):
     }  # fmt: skip
     name = Path(path)
     name.parent.mkdir(parents=True, exist_ok=True)
-    shard = name.with_name(f"{name.stem}-{report['family']}-{report['op']}-{report['shard']}.part.json")
+    shard = name.with_name(f"{name.stem}-{report['family']}-{report['op']}-{report['build']}-{report['seed']}.part.json")
     shard.write_text(json.dumps(report) + "\n")
 
 
 def merge_logs(path):
-    """One summary of all shards beside a path: per family and op their number, examples, failures, seconds and the worst error."""
+    """One summary of all shards beside a path: per family, op and build their seeds, examples, failures, seconds and the worst error."""
     path = Path(path)
     parts = [json.loads(part.read_text()) for part in sorted(path.parent.glob(f"{path.stem}-*.part.json"))]
     same = ("torch", "dmattn", "hypothesis", "device")
     summary = {name: sorted({part[name] for part in parts}) for name in same}
     summary = {name: values[0] if len(values) == 1 else values for name, values in summary.items()} | {"runs": []}
-    for family, op in sorted({(part["family"], part["op"]) for part in parts}):
-        shards = [part for part in parts if (part["family"], part["op"]) == (family, op)]
+    key = ("family", "op", "build")
+    for of_run in sorted({tuple(part[name] for name in key) for part in parts}):
+        shards = [part for part in parts if tuple(part[name] for name in key) == of_run]
         summary["runs"].append(
-            {"family": family, "op": op, "shards": len(shards)}
+            dict(zip(key, of_run, strict=True))
+            | {"seeds": sorted(part["seed"] for part in shards)}
             | {name: sum(part[name] for part in shards) for name in ("examples", "failures")}
             | {"seconds": round(sum(part["seconds"] for part in shards), 1)}
             | {"worst_error_of_allowed": round(max(part["worst_error_of_allowed"] for part in shards), 3)}

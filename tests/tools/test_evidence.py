@@ -17,11 +17,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from evidence import facts
+from evidence import facts, record_fuzz
 
 TESTS = Path(__file__).parents[1]
 COMMIT = "0123456"
-CHECKED_OPS = {"select", "pack", "forward", "backward", "dynamic", "decode", "cache", "rewind", "reduce", "index_top_k"}
+CHECKED_OPS = {"select", "pack", "forward", "backward", "dynamic", "decode", "cache", "rewind", "reduce", "index_top_k", "cases"}
 # Seven tests, so that no shard is empty and shards are not equally large; ids with blanks, as real ones have.
 NAMES = [f"some keys, {n}" for n in range(7)]
 
@@ -71,7 +71,7 @@ def test_fuzz():
     assert os.environ["HYPOTHESIS_PROFILE"] == "nightly"
     path = Path(os.environ["DMATTN_FUZZ_LOG"])
     runs = json.loads(path.read_text())["runs"] if path.is_file() else []
-    runs.append({{"family": os.environ["DMATTN_FAMILY"], "op": "select", "examples": 5000, "failures": 0}})
+    runs.append({{"family": os.environ["DMATTN_FAMILY"], "op": "select", "build": "b", "seeds": [0], "examples": 5000, "failures": 0}})
     path.write_text(json.dumps({{"torch": "1", "runs": runs, "commit": "{COMMIT}"}}))
 """
 
@@ -167,6 +167,23 @@ def test_all_parts_of_both_families(checkout):
     assert [entry["family"] for entry in results(checkout, "fuzz")["runs"]] == ["auto", "sm80"]
     with tarfile.open(checkout / "out/evidence.tgz") as archive:
         assert sum(name.endswith(".log") for name in archive.getnames()) == 2 * (1 + 1 + 3 * 4 + 1)
+
+
+def test_the_fuzz_accumulates_over_builds_and_seeds(tmp_path):
+    (tmp_path / "facts.json").write_text(json.dumps({"run": {"commit": COMMIT}}))
+    path = tmp_path / "kept.json"
+    usual = {"family": "auto", "op": "select", "build": "b", "seeds": [0, 1], "examples": 10, "failures": 0}
+    for changed in ({}, {"examples": 11}, {"seeds": [2]}, {"build": "c"}, {"family": "sm80"}, {"seeds": [1, 2], "examples": 12}):
+        run = usual | changed
+        (tmp_path / "made.json").write_text(json.dumps({"device": "a GPU", "runs": [run]}))
+        assert record_fuzz(tmp_path / "made.json", path, run["family"]) == []
+    kept = json.loads(path.read_text())["runs"]
+    assert sorted((run["family"], run["build"], *run["seeds"], run["examples"]) for run in kept) == [
+        ("auto", "b", 1, 2, 12), ("auto", "c", 0, 1, 10), ("sm80", "b", 0, 1, 10)
+    ]  # fmt: skip
+    (tmp_path / "made.json").write_text(json.dumps({"device": "another GPU", "runs": [usual | {"failures": 1}]}))
+    assert record_fuzz(tmp_path / "made.json", path, "auto") == ["fuzz auto select: 1 shards failed"]
+    assert len(json.loads(path.read_text())["runs"]) == 1
 
 
 def test_parts_of_one_commit_are_one_run(checkout):
