@@ -149,7 +149,7 @@ def record(logs: Path, output: Path, part: str, family: str) -> list[str]:
 
 
 def draws_of(runs: list[dict]) -> set[tuple]:
-    """What has been drawn: seeds of an op of a family, by a build. Runs of before 2026-11-26 did not say it."""
+    """What has been drawn: seeds of an op of a family, by a build. Runs from before 2026-11-26 do not say it."""
     return {(run["family"], run["op"], run.get("build"), seed) for run in runs for seed in run.get("seeds", ())}
 
 

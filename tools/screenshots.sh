@@ -5,6 +5,7 @@ site=$(cd "$(dirname "$0")/.." && pwd)/build/site
 to=$1
 mkdir -p "$to"
 user=$(mktemp -d)
+trap 'rm -rf "$user"' EXIT
 shot() {  # page name width,height dark=0|light=1
   chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --user-data-dir="$user" --blink-settings=preferredColorScheme="$4" \
     --window-size="$3" --virtual-time-budget=3000 --screenshot="$to/$2.png" "file://$site/$1" > /dev/null 2>&1

@@ -38,7 +38,7 @@ class Choice(NamedTuple):
         scale = index_key.shape[3] ** -0.5
         age = (position.amax(2, keepdim=True) - position).clamp(max=OLDEST)
         digits = torch.stack((age >> 14, (age >> 7) & 127, age & 127), 3).to(index_key.dtype)
-        values = torch.tensor([128.0**2, 128.0, 1.0], dtype=index_key.dtype, device=index_key.device)
+        values = (1 << 7 * torch.arange(2, -1, -1, device=age.device)).to(index_key.dtype)  # of the digits; no copy from the host
         reads_age = F.pad(values, (index_key.shape[3], 5)).expand(*self.query.shape[:3], 1, -1)
         query = torch.cat((F.pad(self.query, (0, 8)), reads_age), 3)
         slope = (-self.slope.to(self.weights.dtype) / scale)[:, None, None].expand(*self.weights.shape[:3], 1)

@@ -312,8 +312,9 @@ def test_projections_are_named_and_select_alike():
 
 
 @pytest.mark.long
-def test_the_layer_compiles_whole_for_any_length():
-    layer = layer_of(torch.float32, queries=8)
+@pytest.mark.parametrize("options", [{}, {"lifetime_window": 11}], ids=["all keys", "keys that live"])
+def test_the_layer_compiles_whole_for_any_length(options):
+    layer = layer_of(torch.float32, queries=8, **options)
 
     def step(call, length):
         torch.manual_seed(1)

@@ -10,7 +10,6 @@ from dmattn.nn import IndexedAttention, IndexRecipe
 from dmattn.testing import AttentionCase, strategies, top_k_visible
 from dmattn_bench import two_ways
 from generation import assert_prompts_generate, assert_rewinds_and_reorders, assert_step_compiles_once
-from programs import assert_compiles_once
 from torch import nn
 
 tensor = strategies.random_tensor
@@ -104,18 +103,6 @@ def test_prompts_of_different_lengths_rewind_reorder_and_leave(side):
 
 def test_a_step_compiles_once():
     assert_step_compiles_once(layer := layer_of(torch.float32).eval(), tensor((2, 20, 32), 0), layer.new_cache(2))
-
-
-@pytest.mark.long
-def test_the_layer_compiles_whole_for_any_length():
-    layer = layer_of(torch.float32, queries=8)
-
-    def step(call, length):
-        torch.manual_seed(1)
-        out, loss = call(tensor((2, length, 32), length), with_index_loss=True)
-        return out, loss, *torch.autograd.grad(out.square().sum() + loss, list(layer.parameters()))
-
-    assert_compiles_once(layer, ((41,), (50,), (67,)), step)
 
 
 def test_the_loss_teaches_lifetimes_and_the_indexer_and_falls():
