@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import math
 import statistics
 import sys
@@ -28,6 +29,7 @@ from dmattn_bench.records import provenance
 from dmattn_bench.rows import to_json
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 SKEW = 4.8  # how strongly skewed lists favour some keys
 RECENCY = 2e-4  # and later ones, for each key
@@ -131,50 +133,56 @@ def both_ways(call: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> tuple[
     return forward, lambda: torch.autograd.grad(out, leaves, incoming, retain_graph=True)
 
 
-def flex_attention(case: Case, lists: Tensor) -> Callable[..., Tensor]:
-    """FlexAttention with the same lists: full tiles of 128 x 128 are not tested, others look pairs up in a table of booleans."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
-
-    blocks, tile, heads = case.length // case.block, 128 // case.block, case.heads // case.list_heads
-    listed = torch.zeros(case.list_heads, case.length, blocks + 1, dtype=torch.bool, device=lists.device)
-    for start in range(0, case.length, 4096):
-        rows = lists[0, :, start : start + 4096].long()
-        listed[:, start : start + 4096].scatter_(2, torch.where(rows < 0, blocks, rows), True)
-    counts = torch.stack([rows[..., :blocks].unflatten(2, (-1, tile)).sum((1, 3)) for rows in listed.split(128, dim=1)], dim=1)
-    is_full = (counts == 128 * tile) & ~torch.eye(case.length // 128, dtype=torch.bool, device=lists.device)
-    tables = [kind.repeat_interleave(heads, 0)[None] for kind in ((counts > 0) & ~is_full, is_full)]
-    given = [part for kind in tables for part in (kind.sum(3).int(), kind.int().argsort(3, descending=True, stable=True).int())]
+def flex_peer(case: Case, lists: Tensor) -> Callable[..., Tensor]:
+    """FlexAttention with the same lists: full tiles of 128 x 128 are not tested, others look pairs up in a table of bits."""
+    blocks, tile, heads, rows = case.length // case.block, 128 // case.block, case.heads // case.list_heads, case.length // 128
+    counts = torch.zeros(case.list_heads, rows, rows, dtype=torch.int32, device=lists.device)
+    words = torch.zeros(case.list_heads, case.length, -(-blocks // 32), dtype=torch.int32, device=lists.device)
+    powers = torch.ones(32, dtype=torch.int32, device=lists.device) << torch.arange(32, dtype=torch.int32, device=lists.device)
+    for row in range(rows):
+        of_row = lists[0, :, row * 128 : (row + 1) * 128].long()
+        listed = torch.zeros(case.list_heads, 128, words.shape[2] * 32 + 1, dtype=torch.int32, device=lists.device)
+        listed = listed.scatter_(2, torch.where(of_row < 0, listed.shape[2] - 1, of_row), 1)[..., :-1]
+        counts[:, row] = listed[..., :blocks].unflatten(2, (-1, tile)).sum((1, 3), dtype=torch.int32)
+        words[:, row * 128 : (row + 1) * 128] = (listed.unflatten(2, (-1, 32)) * powers).sum(3, dtype=torch.int32)
+    is_full = (counts == 128 * tile) & ~torch.eye(rows, dtype=torch.bool, device=lists.device)
+    tables = [kind.repeat_interleave(heads, 0)[None].int() for kind in ((counts > 0) & ~is_full, is_full)]
+    given = [part for kind in tables for part in (kind.sum(3), torch.argsort(kind, dim=3, descending=True, stable=True))]
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return listed[head // heads, query, key // case.block] & (query >= key)
+        block = key // case.block
+        return (words[head // heads, query, block // 32] >> (block % 32) & 1 != 0) & (query >= key)
 
-    block_mask = BlockMask.from_kv_blocks(*given, BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=(case.length, case.length))
+    block_mask = BlockMask.from_kv_blocks(
+        *(part.int() for part in given), BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=(case.length, case.length)
+    )
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda query, key, value: compiled(query, key, value, block_mask=block_mask, enable_gqa=case.heads != case.kv_heads)
 
 
-def fla_selected_attention(case: Case, lists: Tensor) -> Callable[..., Tensor] | None:
+def fla_peer(case: Case, lists: Tensor) -> Callable[..., Tensor] | None:
     """flash-linear-attention's selected attention, whose layout of tensors is [B, S, H, D]; None where it does not take the case."""
     if case.block < 16 or case.heads // case.kv_heads < 16 or case.list_heads != case.kv_heads:
         return None
-    from fla.ops.nsa.parallel import ParallelNSAFunction
-
+    attend = importlib.import_module("fla.ops.nsa.parallel").ParallelNSAFunction.apply
     count = (lists >= 0).sum(3).transpose(1, 2).contiguous()
     chosen = lists.transpose(1, 2).contiguous().long()
     scale = case.head_dim**-0.5
 
     def selected(*tensors: Tensor) -> Tensor:
         query, key, value = (given.transpose(1, 2) for given in tensors)
-        return ParallelNSAFunction.apply(query, key, value, chosen, count, case.block, scale, None).transpose(1, 2)
+        return attend(query, key, value, chosen, count, case.block, scale, None).transpose(1, 2)
 
     return selected
 
 
-def peers_of(case: Case, lists: Tensor, ours: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> dict[str, Callable[[], object]]:
+def peers_of(
+    case: Case, lists: Tensor, ours: Callable[..., Tensor], leaves: tuple[Tensor, ...]
+) -> dict[str, Callable[[], object]]:
     """The forward and backward calls of the peers that run the case and agree with ours to 5 % of the norm; others are named with the reason."""
     found: dict[str, Callable[[], object]] = {}
     expected = ours(*leaves).detach().float()
-    for name, make in (("flex", flex_attention), ("fla", fla_selected_attention)):
+    for name, make in (("flex", flex_peer), ("fla", fla_peer)):
         try:
             peer = make(case, lists)
             if peer is None:
@@ -238,7 +246,9 @@ def main() -> None:
     rows = []
     for case in cases:
         gate(case, arguments.device)
-        rows.append(row_of(case, arguments.device, 1 if arguments.quick else arguments.repeats, arguments.peers and case in WITH_PEERS))
+        rows.append(
+            row_of(case, arguments.device, 1 if arguments.quick else arguments.repeats, arguments.peers and case in WITH_PEERS)
+        )
         speeds = ", ".join(f"{way} {rows[-1][f'{way}_ms']} ms ({rows[-1][f'{way}_speedup']}x)" for way in ("forward", "backward"))
         print(f"{case}: {speeds}", flush=True)
     if arguments.output:
