@@ -4,13 +4,16 @@ Random lists share almost nothing between neighbouring queries, which is the har
 keys for all queries: the keys that 16, 32, 64 or 128 neighbouring queries list together, over those of one query, are then as many as lists of a
 trained model had (2.1 to 3.8, 2.4 to 4.7, 2.7 to 5.4 and 2.9 to 5.9 over six layers, at 256 of 4,096 keys). The factors of every case are
 in the results. Whole eager calls, the making of unions included. The peer is cuDNN's dense causal kernel on a GPU, torch's choice on a CPU, by
-turns.
+turns. With --peers three
+cases are timed with FlexAttention as well (compiled, its mask_mod looks the same lists up, its block tables are made outside the timed calls)
+and with the selected attention of flash-linear-attention (fla-core), which takes groups of 16 and more heads.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import math
 import statistics
 import sys
@@ -26,6 +29,7 @@ from dmattn_bench.records import provenance
 from dmattn_bench.rows import to_json
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 SKEW = 4.8  # how strongly skewed lists favour some keys
 RECENCY = 2e-4  # and later ones, for each key
@@ -62,6 +66,7 @@ CUDA = [
     Case(131072, 2048, 64),
     Case(2048, 2048, lists="all"),
 ]
+WITH_PEERS = [Case(32768, 1024), Case(32768, 1024, 64), Case(32768, 1024, 64, heads=64, kv_heads=4, list_heads=4)]
 CPU = [
     Case(4096, 256, block, lists, heads, kv_heads, kv_heads, 64, 64)
     for heads, kv_heads in ((8, 2), (8, 8))
@@ -128,7 +133,77 @@ def both_ways(call: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> tuple[
     return forward, lambda: torch.autograd.grad(out, leaves, incoming, retain_graph=True)
 
 
-def row_of(case: Case, device: str, repeats: int) -> Row:
+def flex_peer(case: Case, lists: Tensor) -> Callable[..., Tensor]:
+    """FlexAttention with the same lists: full tiles of 128 x 128 are not tested, others look pairs up in a table of bits."""
+    blocks, tile, heads, rows = case.length // case.block, 128 // case.block, case.heads // case.list_heads, case.length // 128
+    counts = torch.zeros(case.list_heads, rows, rows, dtype=torch.int32, device=lists.device)
+    words = torch.zeros(case.list_heads, case.length, -(-blocks // 32), dtype=torch.int32, device=lists.device)
+    powers = torch.ones(32, dtype=torch.int32, device=lists.device) << torch.arange(32, dtype=torch.int32, device=lists.device)
+    for row in range(rows):
+        of_row = lists[0, :, row * 128 : (row + 1) * 128].long()
+        listed = torch.zeros(case.list_heads, 128, words.shape[2] * 32 + 1, dtype=torch.int32, device=lists.device)
+        listed = listed.scatter_(2, torch.where(of_row < 0, listed.shape[2] - 1, of_row), 1)[..., :-1]
+        counts[:, row] = listed[..., :blocks].unflatten(2, (-1, tile)).sum((1, 3), dtype=torch.int32)
+        words[:, row * 128 : (row + 1) * 128] = (listed.unflatten(2, (-1, 32)) * powers).sum(3, dtype=torch.int32)
+    is_full = (counts == 128 * tile) & ~torch.eye(rows, dtype=torch.bool, device=lists.device)
+    tables = [kind.repeat_interleave(heads, 0)[None].int() for kind in ((counts > 0) & ~is_full, is_full)]
+    given = [part for kind in tables for part in (kind.sum(3), torch.argsort(kind, dim=3, descending=True, stable=True))]
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block = key // case.block
+        return (words[head // heads, query, block // 32] >> (block % 32) & 1 != 0) & (query >= key)
+
+    block_mask = BlockMask.from_kv_blocks(
+        *(part.int() for part in given), BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=(case.length, case.length)
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda query, key, value: compiled(query, key, value, block_mask=block_mask, enable_gqa=case.heads != case.kv_heads)
+
+
+def fla_peer(case: Case, lists: Tensor) -> Callable[..., Tensor] | None:
+    """flash-linear-attention's selected attention, whose layout of tensors is [B, S, H, D]; None where it does not take the case."""
+    if case.block < 16 or case.heads // case.kv_heads < 16 or case.list_heads != case.kv_heads:
+        return None
+    attend = importlib.import_module("fla.ops.nsa.parallel").ParallelNSAFunction.apply
+    count = (lists >= 0).sum(3).transpose(1, 2).contiguous()
+    chosen = lists.transpose(1, 2).contiguous().long()
+    scale = case.head_dim**-0.5
+
+    def selected(*tensors: Tensor) -> Tensor:
+        query, key, value = (given.transpose(1, 2) for given in tensors)
+        return attend(query, key, value, chosen, count, case.block, scale, None).transpose(1, 2)
+
+    return selected
+
+
+def peers_of(
+    case: Case, lists: Tensor, ours: Callable[..., Tensor], leaves: tuple[Tensor, ...]
+) -> dict[str, Callable[[], object]]:
+    """The forward and backward calls of the peers that run the case and agree with ours to 5 % of the norm; others are named with the reason."""
+    found: dict[str, Callable[[], object]] = {}
+    expected = ours(*leaves).detach().float()
+    for name, make in (("flex", flex_peer), ("fla", fla_peer)):
+        try:
+            peer = make(case, lists)
+            if peer is None:
+                continue
+            if name == "fla":
+                leaves = tuple(leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for leaf in leaves)
+            with torch.no_grad():
+                error = (peer(*leaves).float() - expected).norm() / expected.norm()
+            if not error < 0.05:
+                print(f"{case}: {name} gives other values, by {error:.3f} of the norm")
+                continue
+            runs = both_ways(peer, leaves)
+            runs[1]()
+        except (ImportError, RuntimeError) as problem:
+            print(f"{case}: {name} does not run: {str(problem).splitlines()[0][:160]}")
+            continue
+        found |= dict(zip((f"{name}_forward", f"{name}_backward"), runs, strict=True))
+    return found
+
+
+def row_of(case: Case, device: str, repeats: int, with_peers: bool = False) -> Row:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     leaves = tuple(given.requires_grad_() for given in inputs(case, device, dtype))
     lists = lists_of(case, device)
@@ -147,6 +222,8 @@ def row_of(case: Case, device: str, repeats: int) -> Row:
 
     runs = dict(zip(("forward", "backward"), both_ways(ours, leaves), strict=True))
     runs |= dict(zip(("dense_forward", "dense_backward"), both_ways(dense, leaves), strict=True))
+    if with_peers:
+        runs |= peers_of(case, lists, ours, leaves)
     times = {name: statistics.median(samples) for name, samples in by_turns(runs, device, repeats).items()}
     speedups = {f"{way}_speedup": round(times[f"dense_{way}"] / times[way], 3) for way in ("forward", "backward")}
     return {
@@ -160,6 +237,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="the first case alone, short")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--peers", action="store_true", help="time FlexAttention and fla-core as well, where they run")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     cases = CUDA if arguments.device == "cuda" else CPU
@@ -168,7 +246,9 @@ def main() -> None:
     rows = []
     for case in cases:
         gate(case, arguments.device)
-        rows.append(row_of(case, arguments.device, 1 if arguments.quick else arguments.repeats))
+        rows.append(
+            row_of(case, arguments.device, 1 if arguments.quick else arguments.repeats, arguments.peers and case in WITH_PEERS)
+        )
         speeds = ", ".join(f"{way} {rows[-1][f'{way}_ms']} ms ({rows[-1][f'{way}_speedup']}x)" for way in ("forward", "backward"))
         print(f"{case}: {speeds}", flush=True)
     if arguments.output:

@@ -152,7 +152,7 @@ def reductions(result: Row) -> str:
 
 
 def index_masks(result: Row) -> str:
-    """Of benchmarks/index_masks.py: whole eager calls, over a dense causal call of cuDNN."""
+    """Of benchmarks/index_masks.py: whole eager calls, over a dense causal call of cuDNN, and those of peers where they were timed."""
     lines = []
     for row in sorted(result["rows"], key=lambda row: (row["lists"] == "random", row["length"], row["heads"])):
         size = f"{row['head_dim']}" + (f" / {row['value_dim']}" if row["value_dim"] != row["head_dim"] else "")
@@ -160,12 +160,15 @@ def index_masks(result: Row) -> str:
         kind = "single keys" if row["block"] == 1 else f"keys in blocks of {row['block']}"
         keys = "every key" if row["lists"] == "all" else f"{row['keys']:,} {kind}, {row['lists']}"
         words = f"{row['length']:,} tokens, {heads}, {keys}" + ", deterministic" * row["deterministic"]
-        lines.append(
-            [
-                words,
-                *(f"{ratio(row[f'{part}_speedup'])}, {duration(row[f'{part}_ms'] / 1e3)}" for part in ("forward", "backward")),
-            ]
-        )
+        ways = ("forward", "backward")
+        lines.append([words, *(f"{ratio(row[f'{way}_speedup'])}, {duration(row[f'{way}_ms'] / 1e3)}" for way in ways)])
+        for name, title in (("flex", "FlexAttention"), ("fla", "flash-linear-attention")):
+            if f"{name}_forward_ms" in row:
+                times = (row[f"{name}_{way}_ms"] / 1e3 for way in ways)
+                dense = (row[f"dense_{way}_ms"] / 1e3 for way in ways)
+                lines.append(
+                    [f"the same with {title}", *(f"{ratio(x / y)}, {duration(y)}" for x, y in zip(dense, times, strict=True))]
+                )
     return markdown(["case, bfloat16", "forward", "backward"], lines, texts=1)
 
 

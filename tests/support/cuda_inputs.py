@@ -31,23 +31,27 @@ def assert_same_results(results, expected):
 
 def long_spans(kind, heads, queries, keys):
     """Starts and ends that make the lists of live keys short, long, many, or not worth it."""
+    generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(low, high):
-        return torch.randint(low, high, (2, heads, keys), device="cuda", dtype=torch.int32)
+        return torch.randint(low, high, (2, heads, keys), generator=generator, device="cuda", dtype=torch.int32)
+
+    def noise(of=torch.randn):
+        return of(2, heads, keys, generator=generator, device="cuda")
 
     always = torch.zeros(2, heads, keys, device="cuda", dtype=torch.int32)  # what is causal begins with its key
     if kind == "window":
         return always, (torch.arange(keys, device="cuda", dtype=torch.int32) + keys // 8).expand(2, heads, keys).contiguous()
     if kind == "top_k":
-        return always, torch.ops.dmattn.select(torch.randn(2, heads, keys, device="cuda"), None, keys // 16, True)
+        return always, torch.ops.dmattn.select(noise(), None, keys // 16, True)
     if kind == "local":
-        return always, torch.ops.dmattn.select(torch.randn(2, heads, keys, device="cuda"), None, keys // 32, True, keys // 32, 5)
+        return always, torch.ops.dmattn.select(noise(), None, keys // 32, True, keys // 32, 5)
     if kind == "any":
         return tuple(torch.stack([draw(-100, keys), draw(-100, keys)]).sort(0).values)
     if kind == "short":
         start = draw(-100, keys)
         return start, start + draw(0, 900)
-    return always, torch.where(torch.rand(2, heads, keys, device="cuda") < 0.9, 2**31 - 1, 0).int()  # most
+    return always, torch.where(noise(torch.rand) < 0.9, 2**31 - 1, 0).int()  # most
 
 
 LONG = [

@@ -98,7 +98,7 @@ __device__ __forceinline__ bool is_forced(const AttentionParams& p, int batch, i
   const IndexLists& index = p.mask.index;
   const int low = local_shift(index, batch, static_cast<int>(p.key_length - p.query_length)),
             high = low + static_cast<int>(p.query_length) - 1;
-  return key < index.sinks || key >= p.key_length || (key <= high && low - key < index.local);
+  return key < index.sinks || key >= p.key_length || (index.local > 0 && key <= high && low - key < index.local);
 }
 
 // key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> a tile of 128 keys [keys, D or Dv] in shared memory for each tile visit, with a
