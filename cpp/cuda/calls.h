@@ -29,7 +29,7 @@ struct ForwardCall {
   AttentionParams p;
   LiveKeys live_keys;
   float scale = 0.0f, scale_2 = 0.0f, over_scale = 0.0f;  // scale_2 = scale * log2(e), over_scale = 1 / scale
-  // For instances with options and a softcap: scale / softcap. What is multiplied by `scale` there is the tangent, so scale is
+  // For instances with options and a softcap: scale / softcap. What is multiplied by `scale` there is tanh, so scale is
   // the softcap. 0: no softcap.
   float cap_scale = 0.0f;
   // For instances with options. threshold: dropout_threshold, 0 without dropout. keep_scale: 1 / (1 - dropout_p).
@@ -43,7 +43,7 @@ struct BackwardCall {
   BackwardParams b;
   LiveKeys live_keys;
   float scale = 0.0f, scale_2 = 0.0f;  // scale_2 = scale * log2(e)
-  // Of Hopper's kernels. A tangent or, without softcap, a product times logit_scale is a logit. Sums of gradients times `scale`
+  // Of Hopper's kernels. tanh or, without softcap, a product times logit_scale is a logit. Sums of gradients times `scale`
   // are grad_query and grad_key, and times keep_scale grad_value and the gradient of key_bias.
   float logit_scale = 0.0f, keep_scale = 1.0f;
   // For instances with options. cap_scale: scale / softcap, 0 without softcap. threshold: dropout_threshold, 0 without dropout.

@@ -1,6 +1,6 @@
 // From a product <q, k> to a logit, and the weights that dropout keeps: what forward and backward do with each score.
 //
-// tanh is made of an exponential and a division, but where the time of every instruction counts: to_tangents.
+// tanh is made of an exponential and a division, but where the time of every instruction counts: to_tanh.
 #pragma once
 
 #include "device.cuh"
@@ -25,7 +25,7 @@ struct LogitCap {
 // Scores x become tanh(x * scale). The hardware's approximation is right to 2^-11 of the result: 16-bit logits are rounded to
 // 2^-9 or 2^-12 of theirs, several times.
 template <int kN>
-__device__ __forceinline__ void to_tangents(float (&scores)[kN][4], float scale) {
+__device__ __forceinline__ void to_tanh(float (&scores)[kN][4], float scale) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
 #pragma unroll

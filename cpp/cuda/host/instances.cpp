@@ -1,6 +1,7 @@
 // The table of kernel instances, and how one is found in it.
 #include "instances.h"
 
+#include <iterator>
 #include <sstream>
 
 #include "instance_rows.h"
@@ -77,16 +78,19 @@ const char* name_of(Kernel kernel) {
 
 const char* name_of(Keys keys) {
   constexpr const char* kNames[] = {"all", "intervals", "range", "in order", "gathered", "union", "query lists", "any"};
+  static_assert(std::size(kNames) == static_cast<size_t>(Keys::kAny) + 1);
   return kNames[static_cast<int>(keys)];
 }
 
 const char* name_of(Logits logits) {
   constexpr const char* kNames[] = {"scaled", "dropout", "capped", "any"};
+  static_assert(std::size(kNames) == static_cast<size_t>(Logits::kAny) + 1);
   return kNames[static_cast<int>(logits)];
 }
 
 const char* name_of(Bias bias) {
   constexpr const char* kNames[] = {"none", "key", "pair", "copied"};
+  static_assert(std::size(kNames) == static_cast<size_t>(Bias::kCopied) + 1);
   return kNames[static_cast<int>(bias)];
 }
 

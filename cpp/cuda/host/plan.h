@@ -56,8 +56,8 @@ struct Reasons {
   const char* keys = nullptr;
 };
 
-// How Hopper's forward cuts the call into tiles, and in which order blocks take them: ForwardWork (sm90/work_tile.cuh) has the
-// same fields.
+// How Hopper's forward cuts the call into tiles, and in which order blocks take them. work_of (sm90/dispatch.cu) makes a
+// ForwardWork of it.
 struct ForwardSchedule {
   int tiles = 0, queries = 0, log2_heads_per_tile = 0, end_tiles = 0, blocks = 0;
   uint32_t head_groups = 0, section_head_groups = 0;
@@ -96,7 +96,7 @@ struct BackwardParts {
   bool is_one = false;                      // the whole call is one launch
 };
 
-// One launch of Hopper's backward: BackwardWork (sm90/work_tile.cuh) has the same fields.
+// One launch of Hopper's backward. work_of (sm90/dispatch.cu) makes a BackwardWork of it.
 struct BackwardSchedule {
   int tiles = 0, heads = 0, shares = 1, blocks = 0;
   uint32_t work_tiles = 0, head_groups = 0, section_head_groups = 0;

@@ -11,10 +11,10 @@ namespace {
 // head groups at a time have fewer keys.
 constexpr uint32_t kLocalSectionHeadGroups = 4;
 
-// Forward's chunks of wider heads are short where keys come in order, and forward has no instance of kKeyBiasTraits for them.
-constexpr int kMostInOrderDim = 128;
+// Forward's chunks of wider heads are short where keys come in order.
+constexpr int kMostRangeDim = 128;
 
-constexpr int64_t kEndOfTiles = int64_t{1} << 31;  // so many tiles have no numbers
+constexpr int64_t kEndOfTiles = int64_t{1} << 31;  // the number of a tile has to be less
 
 sm90::ForwardShape shape_of(const Instance& instance) { return sm90::find_forward_shape(instance.dim, instance.traits); }
 
@@ -23,7 +23,7 @@ sm90::ForwardShape shape_of(const Instance& instance) { return sm90::find_forwar
 // keys, so what a tile sees by causality has to end there too: a key behind that may hold NaN, which a weight of 0 does not hide.
 // Each head has a tile of its own there, which few queries would leave mostly empty.
 bool has_copied_bias(const AttentionParams& p, bool is_gathered) {
-  constexpr int64_t kFewQueries = 128;
+  constexpr int64_t kLeastCopiedBiasQueries = 128;
   if (!p.bias.data || p.softcap != 0 || p.mask.tiles.data || gathers(p)) return false;
   AttentionParams rest = p;
   rest.bias = {};
@@ -32,7 +32,7 @@ bool has_copied_bias(const AttentionParams& p, bool is_gathered) {
          reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 &&
          (p.bias_row_stride | p.bias.batch_stride | p.bias.head_stride) % 8 == 0 &&
          (p.bias_row_stride > 0 || p.query_length == 1) && ends_at_pieces &&
-         (p.heads == p.kv_heads || p.query_length >= kFewQueries);
+         (p.heads == p.kv_heads || p.query_length >= kLeastCopiedBiasQueries);
 }
 
 // The instance that takes the keys of the call in order, although it has a key_bias, and intervals or not; null: there is none.
@@ -67,13 +67,13 @@ const Instance* find_forward(const Build& build, const AttentionParams& p, bool 
 // Can compact keys take the place of gathered ones, and are they likely to help? All heads of a group have to share the mask and
 // key_bias. Without causality the live keys are often the same for all queries. Few queries are not worth the copies.
 bool may_compact(const AttentionParams& p) {
-  constexpr int64_t kFewQueries = 8192;
+  constexpr int64_t kLeastCompactQueries = 8192;
   const int64_t group = p.heads / p.kv_heads;
   if (p.mask.is_causal || traits_of(p, true) != kGatheredTraits) return false;
   for (const PerHead* row : {&p.mask.start, &p.mask.end, &p.key_bias}) {
     if (row->data && row->head_divisor % group != 0) return false;
   }
-  return p.query_length * group >= kFewQueries;
+  return p.query_length * group >= kLeastCompactQueries;
 }
 
 // An instance of Hopper's and where its keys come from; no instance: there is none.
@@ -103,7 +103,7 @@ InstanceChoice choose_for_intervals(const AttentionParams& p, const Target& targ
   if (p.mask.is_in_order && traits_of(p, false) == kPlainTraits) {
     const Instance* const ranged = find_forward(target.build, p, false);
     const bool takes_ranges = ranged && (ranged->traits.keys == Keys::kRange || ranged->traits.keys == Keys::kInOrder);
-    if (takes_ranges && ranged->dim <= kMostInOrderDim) {
+    if (takes_ranges && ranged->dim <= kMostRangeDim) {
       return {ranged, KeySource::kRange, "the mask says that each query sees neighbouring keys"};
     }
   }

@@ -22,7 +22,7 @@ void check_kernel_inputs(const AttentionParams& p);
 // Only Hopper's kernels take more than kMaxLength queries or keys, and only in order: lists have no room for them.
 void check_length_without_lists(const AttentionParams& p, bool takes_in_order);
 
-// Would the hardware's tangent times softcap not be exact enough? It also has to be the one that forward has, which takes small
+// Would the hardware's tanh times softcap not be exact enough? It also has to be the one that forward has, which takes small
 // scales and those below 0 in its general instance.
 bool needs_exact_tanh(const AttentionParams& p);
 

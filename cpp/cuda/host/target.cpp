@@ -1,4 +1,5 @@
 // What kernels on a GPU take at all, and which family of them a device, a build and DMATTN_FAMILY leave.
+#include <iterator>
 #include <string_view>
 
 #include "../../errors.h"
@@ -13,6 +14,7 @@ const char* name_of(Family family) {
 
 const char* name_of(KeySource keys) {
   constexpr const char* kNames[] = {"all", "block table", "range", "direct", "lists", "compact", "query lists", "unions"};
+  static_assert(std::size(kNames) == static_cast<size_t>(KeySource::kUnions) + 1);
   return kNames[static_cast<int>(keys)];
 }
 

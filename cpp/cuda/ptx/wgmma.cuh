@@ -86,12 +86,14 @@ __device__ __forceinline__ uint64_t complete_narrow(uint32_t description) {
   return whole;
 }
 
+// The fence before the first wgmma of a group; commit ends the group.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
+// Keeps the compiler from moving accesses to accumulators over this place.
 template <int kN>
 __device__ __forceinline__ void pin(float (&d)[kN][4]) {
 #pragma unroll

@@ -53,7 +53,7 @@ ForwardWork work_of(const ForwardSchedule& schedule, const KeyUnions& unions, in
   work.head_groups = schedule.head_groups, work.section_head_groups = schedule.section_head_groups;
   work.end_tiles = schedule.end_tiles, work.log2_heads_per_tile = schedule.log2_heads_per_tile;
   work.tile_counter = schedule.draws_tiles ? tile_counter : nullptr;
-  work.has_static_schedule = schedule.is_static;
+  work.is_static = schedule.is_static;
   return work;
 }
 

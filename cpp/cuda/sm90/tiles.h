@@ -1,4 +1,5 @@
-// The tile table of the sm90 family, one row per head size and traits of an instance: it changes speed, never results.
+// The tile tables of the sm90 family, forward's by head size and traits of an instance, backward's by head size and options: they
+// change speed, never results.
 //
 // The 64K registers of a block are shared by warpgroups of unequal need. So a row says how many a thread of each role gets,
 // and the sum is checked here.
@@ -118,8 +119,8 @@ constexpr bool are_valid_rows() {
 }
 static_assert(are_valid_rows());
 
-// Backward: a block is two warpgroups that compute 64 keys of the tile each, or half of the columns of the same 64 keys, and one
-// of which half loads the keys of the tile and one thread the queries.
+// Backward: a block is two warpgroups that compute 64 keys of the tile each, or half of the columns of the same 64 keys, and a
+// third, of which two warps load keys and values, and one thread queries.
 inline constexpr int kConsumers = 2, kLoaders = kWarpgroup / 2;
 struct BackwardShape {
   int keys;                                    // of a tile

@@ -16,8 +16,8 @@ struct ForwardWork {
   uint32_t section_head_groups;  // head groups whose tiles are done together, so that their keys stay in L2
   int end_tiles;  // of queries, for all head groups at the very end: the first queries, whose tiles causality makes short
   int log2_heads_per_tile;
-  int* tile_counter;         // tiles taken beyond the first of each block, zero at the start; null: no block takes any
-  bool has_static_schedule;  // block b takes the tiles b, b + blocks, ..., and none by the counter
+  int* tile_counter;  // tiles taken beyond the first of each block, zero at the start; null: no block takes any
+  bool is_static;     // block b takes the tiles b, b + blocks, ..., and none by the counter
 
   // A row of a tile is a (query, head) pair, the heads of a query one after the other: which head, and which query, counted from
   // the tile's first.
@@ -50,7 +50,7 @@ struct WorkTile {
 };
 
 // How the work tiles of a call are numbered: `heads` query heads that share their keys and their mask make a head group, which
-// has `tiles` work tiles, each a tile of keys in order, or a share of the list of a segment of the queries. A block tile visits
+// has `tiles` work tiles, each a tile of keys in order, or a share of the list of a segment of the queries. A block visits
 // the tiles of keys of a work tile one after the other.
 struct BackwardWork {
   uint32_t work_tiles;

@@ -3,8 +3,8 @@
 Rank r holds the queries, keys and values of chunk r. In a call
 
 1. ranks compare the metadata of their calls (:mod:`.agreement`), so that a rank that was called differently is an error on every rank and
-   not a hang. Of masks, values are compared too, in eager calls and where the mask has no window with it; values of base and dropout_seed
-   are not, nor is deterministic;
+   not a hang. Values of tensors that have to be equal are compared on the device (:mod:`.values`); deterministic is not compared. A rank
+   that fails tells the others (:mod:`.failures`);
 2. with scores, all scores are gathered and every rank selects for the whole sequence, so all ranks know its mask. A given mask is known;
 3. every rank tells from the mask which rows of key and value each rank needs from each other one (:mod:`.needs`);
 4. these rows move (:mod:`.exchange`) into slots in front of the rank's own keys, and the ordinary op computes attention to both.

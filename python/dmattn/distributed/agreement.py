@@ -50,7 +50,7 @@ FLOATS = ("scale", "softcap", "dropout_p")
 Call = list[list[int]]  # the call_signature of every rank, in rank order
 
 
-def told(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
+def all_gather_ints(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
     """The numbers of every rank, in rank order; all tell equally many.
 
     Raises:
@@ -69,9 +69,9 @@ def agree(group: dist.ProcessGroup, call_signature: Sequence[int]) -> list[int]:
 
     Raises:
         ValueError: ranks differ, or their lengths are refused; on every rank.
-        RuntimeError: as :func:`told`.
+        RuntimeError: as :func:`all_gather_ints`.
     """
-    call: Call = told(group, call_signature)
+    call: Call = all_gather_ints(group, call_signature)
     _compare(call)
     _check_lengths(call)
     return _field(call, "length")

@@ -141,8 +141,10 @@ def context_parallel_attention(
     has_seed = dropout_seed is not None and options.dropout_seed is not None
     call_signature = _call_signature(given, (query, key, value, key_bias, scores), options, has_seed, compiling)
     # The others would wait for a rank that alone fails: for its rows, and in backward for its gradients.
-    reported = contextlib.nullcontext() if compiling or world == 1 else failures.Reporting(ranks)
-    reported_with_gradients = reported if _wants_gradients(query, key, value, key_bias, scores) else contextlib.nullcontext()
+    report_failures = contextlib.nullcontext() if compiling or world == 1 else failures.Reporting(ranks)
+    report_failures_if_backward = (
+        report_failures if _wants_gradients(query, key, value, key_bias, scores) else contextlib.nullcontext()
+    )
     if compiling:
         lengths = _lengths_while_compiling(given, world, rank)
         given = _with_long_enough_mask(given, sum(lengths))
@@ -150,13 +152,13 @@ def context_parallel_attention(
         lengths = agreement.agree(ranks, call_signature)
     chunks = Chunks(ranks.group_name, rank, lengths)
     if world == 2 and scores is not None and base is None and options.dropout_seed is None:
-        with reported_with_gradients:
+        with report_failures_if_backward:
             out, lse = _between_two(query, key, value, given, options, chunks, call_signature)
         return (out, lse) if return_lse else out
 
-    with reported:
+    with report_failures:
         rows, start, end, slots = _fetched((key, value), given, options, dropout_seed, chunks, call_signature)
-    with reported_with_gradients:
+    with report_failures_if_backward:
         out, lse = _attended(query, rows, start, end, slots, given, options, dropout_seed, chunks)
     return (out, lse) if return_lse else out
 
@@ -177,10 +179,12 @@ def _fetched(
     start, end = _whole_mask(given, chunks, to_compare)
     if given.mask is not None and given.bound is not None:
         _check_bound(given, chunks, start, end, counts)
-    left = to_compare if given.scores is None else None
+    unverified_signature = to_compare if given.scores is None else None
     if world > 1:
-        end, has_compared = values.compare(_uncompared(given, options, dropout_seed, compiling), end, chunks, left)
-        left = None if has_compared else left
+        end, has_compared = values.compare(
+            _uncompared(given, options, dropout_seed, compiling), end, chunks, unverified_signature
+        )
+        unverified_signature = None if has_compared else unverified_signature
 
     # Say who needs which rows, and fetch them.
     slots = needs.slots_of(start, end, chunks, given.sizes.kv_heads, counts[chunks.rank])
@@ -188,7 +192,7 @@ def _fetched(
     fetched = list(rows) if bias is None else [*rows, bias]
     if world > 1:
         fetched, _ = torch.ops.dmattn_distributed.carry(
-            fetched, start, end, slots, counts, chunks.lengths, chunks.rank, chunks.group, left
+            fetched, start, end, slots, counts, chunks.lengths, chunks.rank, chunks.group, unverified_signature
         )
     return fetched, start, end, slots
 
@@ -424,10 +428,10 @@ def _between_two(
         rows, end, _ = torch.ops.dmattn_distributed.fetch(rows, *given.selection, *place)
         end, _ = values.compare(_uncompared(given, options, None, True), end, chunks, None)
         return _over_slots(query, rows, end, options)
-    begun = pair.begin(rows, pair.Selection(*given.selection), chunks)
-    *fetched, end = pair.Fetch.apply(begun, *rows)
+    pending = pair.begin(rows, pair.Selection(*given.selection), chunks)
+    *fetched, end = pair.Fetch.apply(pending, *rows)
     result = _over_slots(query, fetched, end, options)
-    pair.finish(begun)
+    pair.wait_sent(pending)
     return result
 
 

@@ -1,4 +1,4 @@
-"""The two exchanges: scores of all chunks to every rank, and rows of key, value and key_bias to the ranks that need them, with their gradients.
+"""The exchanges: scores of all chunks and the dropout seed to all ranks, rows of key, value and key_bias to those that need them, and back.
 
 They are ops, so that a compiled graph holds each of them as one node: how many rows go where is known when the graph runs, not when it is
 traced.

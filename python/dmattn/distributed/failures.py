@@ -110,7 +110,7 @@ def _look(group: dist.ProcessGroup) -> None:
         if store.check([KEY]):
             _failures[group] = store.get(KEY).decode()
     except RuntimeError:
-        if _is_gone(group, 0):
+        if dist.get_rank(group) != 0 and _is_gone(group, 0):
             _failures[group] = "rank 0 failed: its process is gone"
 
 

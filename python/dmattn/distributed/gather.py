@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives
 
-from dmattn.distributed.agreement import DTYPES, told
+from dmattn.distributed.agreement import DTYPES, all_gather_ints
 
 # Newer releases of torch have another name for it.
 _all_gather: Any = (
@@ -33,7 +33,7 @@ def check_chunks(chunk: Tensor, group: dist.ProcessGroup) -> None:
     """
     if torch.compiler.is_compiling() or dist.get_world_size(group) == 1:
         return
-    everyone = told(group, [*chunk.shape[:2], DTYPES.index(chunk.dtype)])
+    everyone = all_gather_ints(group, [*chunk.shape[:2], DTYPES.index(chunk.dtype)])
     for name, *values in zip(("B", "S", "dtype"), *everyone, strict=True):
         shown = [DTYPES[value] if name == "dtype" else value for value in values]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)

@@ -52,7 +52,7 @@ class Selection(NamedTuple):
         return end
 
 
-class Begun(NamedTuple):
+class Pending(NamedTuple):
     """What a rank has done without the other one. M is the number of the second rank's slots.
 
     Attributes:
@@ -74,7 +74,7 @@ class Begun(NamedTuple):
 
 
 @torch.no_grad()
-def begin(rows: Sequence[Tensor], selection: Selection, chunks: Chunks) -> Begun:
+def begin(rows: Sequence[Tensor], selection: Selection, chunks: Chunks) -> Pending:
     """Everything that needs nothing from the other rank. rows: scores [B, Hkv, n, 1], key, value and, if given, key_bias [B, Hkv, n, *]."""
     group = exchange.group_named(chunks.group)
     with failures.Reporting(group):
@@ -84,15 +84,15 @@ def begin(rows: Sequence[Tensor], selection: Selection, chunks: Chunks) -> Begun
         if count and chunks.rank == 1:
             traffic.count("rows", packed.numel())
             message = begin_message(packed, 0, group)
-            return Begun(selection, chunks, exchange.behind_slots(rows, count), parts, message, None, None)
+            return Pending(selection, chunks, exchange.behind_slots(rows, count), parts, message, None, None)
         end = selection.ends(rows[0])
         if not count:
-            return Begun(selection, chunks, rows, parts, None, end, None)
+            return Pending(selection, chunks, rows, parts, None, end, None)
         positions, is_empty = _alive_behind(end, slots)
         for part, tensor in zip(parts, rows, strict=True):
             torch.gather(tensor, 2, positions[..., None].expand(part.shape), out=part)
         parts[0][:, :, slots[0] : slots[0] + slots[1], 0].masked_fill_(is_empty, -math.inf)
-        return Begun(selection, chunks, rows, parts, begin_message(packed, 0, group), end, positions)
+        return Pending(selection, chunks, rows, parts, begin_message(packed, 0, group), end, positions)
 
 
 def _alive_behind(end: Tensor, slots: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
@@ -106,30 +106,30 @@ def _alive_behind(end: Tensor, slots: tuple[int, int, int]) -> tuple[Tensor, Ten
     return positions, places == middle.stop
 
 
-def _end(begun: Begun) -> tuple[Sequence[Tensor], Tensor]:
+def _receive(pending: Pending) -> tuple[Sequence[Tensor], Tensor]:
     """The rows with those of the slots in front, and the end of each."""
-    if begun.end is not None:
-        return begun.rows, begun.end
-    _wait(begun)
-    for whole, part in zip(begun.rows, begun.parts, strict=True):
+    if pending.end is not None:
+        return pending.rows, pending.end
+    _wait(pending)
+    for whole, part in zip(pending.rows, pending.parts, strict=True):
         exchange.copy_rows(whole[:, :, : part.shape[2]], part)
-    return begun.rows, begun.selection.ends(begun.rows[0])
+    return pending.rows, pending.selection.ends(pending.rows[0])
 
 
-def _wait(begun: Begun) -> None:
+def _wait(pending: Pending) -> None:
     """Until the message has come or left."""
-    assert begun.message is not None
-    failures.wait(begun.message, exchange.group_named(begun.chunks.group), begun.rows[0])
+    assert pending.message is not None
+    failures.wait(pending.message, exchange.group_named(pending.chunks.group), pending.rows[0])
 
 
-def finish(begun: Begun) -> None:
+def wait_sent(pending: Pending) -> None:
     """Called behind attention, because on the first rank the message leaves while that runs."""
-    if begun.message is not None and begun.chunks.rank == 0:
-        _wait(begun)
+    if pending.message is not None and pending.chunks.rank == 0:
+        _wait(pending)
 
 
 def _send_back(gradients: Sequence[Tensor], positions: Tensor | None, count: int, chunks: Chunks) -> Sequence[Tensor]:
-    """Gradients [B, Hkv, M + n, *] of what :func:`_end` gave -> those of the rank's own rows, the other rank's part included.
+    """Gradients [B, Hkv, M + n, *] of what :func:`_receive` gave -> those of the rank's own rows, the other rank's part included.
 
     Results are parts of what is given, to which the first rank adds in place. Keys that nobody sees have gradients of zero, so those that
     empty slots send back change nothing.
@@ -153,13 +153,13 @@ def _send_back(gradients: Sequence[Tensor], positions: Tensor | None, count: int
 
 
 class Fetch(torch.autograd.Function):
-    """:func:`_end` for eager calls: the rows, and end."""
+    """:func:`_receive` for eager calls: the rows, and end."""
 
     @staticmethod
-    def forward(ctx: Any, begun: Begun, *rows: Tensor) -> tuple[Tensor, ...]:
-        results, end = _end(begun)
-        ctx.rest = begun.parts[0].shape[2], begun.chunks
-        ctx.save_for_backward(begun.positions)
+    def forward(ctx: Any, pending: Pending, *rows: Tensor) -> tuple[Tensor, ...]:
+        results, end = _receive(pending)
+        ctx.rest = pending.parts[0].shape[2], pending.chunks
+        ctx.save_for_backward(pending.positions)
         ctx.mark_non_differentiable(end)
         return *results, end
 
@@ -191,15 +191,15 @@ def _fetch_op(
     rows: Sequence[Tensor], window: int, local: int, sink_keys: int, lengths: Sequence[int], rank: int, group: str,
     call_signature: Sequence[int] | None,
 ) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
-    """What :func:`_end` gives, none of it a part of what is given, and the positions of the rows that have left, int64 [B, Hkv, M]."""
+    """What :func:`_receive` gives, none of it a part of what is given, and the positions of the rows that have left, int64 [B, Hkv, M]."""
     exchange.agreed(exchange.group_named(group), call_signature, lengths)
-    begun = begin(rows, Selection(window, local, sink_keys), Chunks(group, rank, lengths))
-    results, end = _end(begun)
-    finish(begun)
-    if begun.end is not None:
+    pending = begin(rows, Selection(window, local, sink_keys), Chunks(group, rank, lengths))
+    results, end = _receive(pending)
+    wait_sent(pending)
+    if pending.end is not None:
         results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in results]
     empty = torch.empty(0, dtype=torch.int64, device=end.device)
-    return list(results), end, empty if begun.positions is None else begun.positions
+    return list(results), end, empty if pending.positions is None else pending.positions
 
 
 def _fetch_back_op(

@@ -12,8 +12,8 @@ class Traffic:
     """Bytes that this rank has received from other ranks.
 
     Attributes:
-        scores: of scores, which select keys.
-        rows: of rows of key, value and key_bias in forward.
+        scores: of scores, which select keys, but between two ranks.
+        rows: of rows of key, value, key_bias and, between two ranks, scores in forward.
         gradients: of gradients of such rows in backward.
     """
 

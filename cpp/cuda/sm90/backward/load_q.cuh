@@ -20,7 +20,8 @@ struct QueriesOfTileVisit {
   __device__ __forceinline__ int chunks() const { return (to - from + kQueries - 1) / kQueries; }
 };
 
-// A row from `row` on, `last` at most, before which no tile of a block mask is live in this column. Many loads are in flight.
+// Skips groups of rows of a block mask that have no live tile in this column: returns a row from `row` to `last` before which
+// none is live. Many loads are in flight.
 __device__ __forceinline__ int skip_dead_rows(const MaskParams& mask, const int32_t* tiles, int row, int last, int column) {
   constexpr int kAtOnce = 8;
   while (row + kAtOnce <= last) {
@@ -33,7 +34,8 @@ __device__ __forceinline__ int skip_dead_rows(const MaskParams& mask, const int3
   return row;
 }
 
-// Where sums have a fixed order and keys are in order: may tile visits leave out chunks that a later tile of keys sees?
+// Where sums have a fixed order and keys are in order: true if tiles of keys may skip chunks of queries that later tiles of keys
+// process.
 __device__ __forceinline__ bool leaves_out_chunks(const MaskParams& mask) {
   return mask.tiles.data || mask.start.data || mask.end.data;
 }
@@ -53,7 +55,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
   const Ring<kShape.query_stages> full{shared_address(shared.query_full)}, empty{shared_address(shared.query_empty)};
   Ring<kShape.query_stages> grad_out_full = full;
   if constexpr (Shared::kSplitsChunks) grad_out_full.base = shared_address(shared.grad_out_full);
-  uint32_t& tile_visit = shared.query_tile_visit;  // not in a register, because those are short
+  uint32_t& tile_visit = shared.query_tile_visit;  // in shared memory, because registers are short
   uint32_t n = 0;
   for (tile_visit = 0;; ++tile_visit) {
     descriptor_full.sleep_full(tile_visit);
@@ -72,18 +74,20 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       const uint32_t* bits = Traits::kIsDense ? nullptr : bits_of_tile(mask, state);
       const int words = static_cast<int>(mask.tile_k) / 32;
       if (bits) bits += row_in_tile * words + descriptor.first_place / 32 % words;
-      const int64_t terms = (descriptor.batch * p.heads + head) * call.padded_queries + first_query;
+      const int64_t row_offset = (descriptor.batch * p.heads + head) * call.padded_queries + first_query;
       shared.query_descriptors[n % Shared::kQueryDescriptors] = {
-          bits,  call.query_sums + terms * sum_width(p.head_dim), first_query, head,
-          false, !is_whole || bits || Traits::kIsUnion,           !is_whole,   (shared.row_flags & kBadRows) != 0};
+          bits,        call.query_sums + row_offset * sum_width(p.head_dim),
+          first_query, head,
+          false,       !is_whole || bits || Traits::kIsUnion,
+          !is_whole,   (shared.row_flags & kBadRows) != 0};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
       const bool has_hashes = Traits::kHasOptions && call.row_hash;
       barrier_expect(full.at(n), (Shared::kSplitsChunks ? 1 : 2) * kTileBytes + (has_hashes ? 3 : 2) * kTermBytes);
       if (Shared::kSplitsChunks) barrier_expect(grad_out_full.at(n), kTileBytes);
-      copy_bytes(shared_address(shared.lse2[stage]), call.lse2 + terms, kTermBytes, full.at(n));
-      copy_bytes(shared_address(shared.delta[stage]), call.delta + terms, kTermBytes, full.at(n));
+      copy_bytes(shared_address(shared.lse2[stage]), call.lse2 + row_offset, kTermBytes, full.at(n));
+      copy_bytes(shared_address(shared.delta[stage]), call.delta + row_offset, kTermBytes, full.at(n));
       if constexpr (Traits::kHasOptions) {
-        if (has_hashes) copy_bytes(shared_address(shared.row_hash[stage]), call.row_hash + terms, kTermBytes, full.at(n));
+        if (has_hashes) copy_bytes(shared_address(shared.row_hash[stage]), call.row_hash + row_offset, kTermBytes, full.at(n));
       }
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
@@ -99,8 +103,8 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
     };
 
     // Where sums have a fixed order, chunks are taken from the last to the first, and each for all heads of the group: head by
-    // head, causality would let each tile of keys catch up with the one that it follows. Where tile visits leave out chunks,
-    // heads may differ in those, so chunks are taken head by head from the first to the last.
+    // head, causality would make each tile of keys wait for the semaphore of the tile before it. Where tile visits leave out
+    // chunks, heads may differ in those, so chunks are taken head by head from the first to the last.
     const bool has_semaphores = !Traits::kGathers && call.semaphores,
                takes_heads_together = has_semaphores && !leaves_out_chunks(mask);
 #pragma unroll 1
@@ -123,10 +127,10 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
           if (!is_live_tile(mask, state)) continue;
           first_of_tile = row * tile_q, first = max(first_of_tile, from), stop = min(first_of_tile + tile_q, to);
         }
-        // Without a block mask each tile visit begins with another chunk, so that blocks do not add to the same rows of
+        // Without a block mask each tile visit starts at a rotated chunk, so that blocks do not add to the same rows of
         // grad_query at the same time.
         int chunks = (stop - first + kQueries - 1) / kQueries;
-        asm volatile("" : "+r"(chunks));  // so that the difference need not be kept
+        asm volatile("" : "+r"(chunks));  // so that the compiler does not keep stop - first
         int at = !has_blocks && !has_semaphores && chunks > 0 ? descriptor.first_place / kShape.keys % chunks : 0;
         if (takes_heads_together) at = chunks - 1;
 #pragma unroll 1

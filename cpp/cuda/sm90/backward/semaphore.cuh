@@ -22,8 +22,8 @@ __device__ __forceinline__ void release_dq_semaphore(int32_t* counter) {
 // them, and releases the own semaphore of that segment.
 template <int kKeys>
 __device__ __forceinline__ void pass_list_semaphore(const BackwardCall& call, const AttentionParams& p, const BackwardWork& work,
-                                                    const KeyDescriptor& descriptor, const Ring<1>& begun, const Ring<1>& ended,
-                                                    uint32_t tile_visit) {
+                                                    const KeyDescriptor& descriptor, const Ring<1>& acquired,
+                                                    const Ring<1>& released, uint32_t tile_visit) {
   const LiveKeys& live_keys = call.live_keys;
   const int64_t mask_head = live_keys.mask_head_of(descriptor.batch, descriptor.head);
   const int shift = live_keys.shift[mask_head], segment = segment_of(descriptor.from, shift);
@@ -37,40 +37,40 @@ __device__ __forceinline__ void pass_list_semaphore(const BackwardCall& call, co
   if (segment + 1 < segments_at(static_cast<int>(p.query_length), shift) && lists[segment + 1].y > 0) {
     wait_dkdv_semaphore(semaphore + 1, index[min(stop, list.y) - 1]);
   }
-  barrier_arrive(begun.at(tile_visit));
-  ended.sleep_full(tile_visit);
+  barrier_arrive(acquired.at(tile_visit));
+  released.sleep_full(tile_visit);
   release_dkdv_semaphore(semaphore, stop < list.y ? index[stop] : kLastPosition);
 }
 
-// Unions of index lists: waits until the tile of queries behind this one has added the keys of a tile visit, lets the computing
-// warps add them, and releases the own semaphore of that tile of queries.
+// Unions of index lists: tiles of queries form a chain, each follows the next later tile that has keys, its predecessor. Waits
+// until the predecessor has added the keys of a tile visit, lets the computing warps add them, and releases the own semaphore.
 template <int kKeys>
 __device__ __forceinline__ void pass_union_semaphore(const BackwardCall& call, const AttentionParams& p,
-                                                     const KeyDescriptor& descriptor, const Ring<1>& begun, const Ring<1>& ended,
-                                                     uint32_t tile_visit) {
+                                                     const KeyDescriptor& descriptor, const Ring<1>& acquired,
+                                                     const Ring<1>& released, uint32_t tile_visit) {
   const KeyUnions& unions = call.live_keys.unions;
   const int64_t list = unions.list_of(descriptor.batch, descriptor.head, descriptor.from);
   const int tile = descriptor.from / unions.queries - unions.first_tile, count = unions.count[list];
   const int32_t* const index = unions.key + list * unions.capacity;
   int32_t* const semaphores =
       call.semaphores + (descriptor.batch * static_cast<int>(p.kv_heads) + descriptor.kv_head) * unions.tiles;
-  // The next later tile that has keys: each waits for the one behind it.
   int next = 1;
   while (tile + next < unions.tiles && unions.count[list + next] == 0) ++next;
-  const int32_t* const before = tile + next < unions.tiles ? semaphores + tile + next : nullptr;
+  const int32_t* const predecessor = tile + next < unions.tiles ? semaphores + tile + next : nullptr;
   const int stop = descriptor.first_place + kKeys;
   const bool is_last = stop >= count;
-  if (before) wait_dkdv_semaphore(before, index[min(stop, count) - 1]);
-  barrier_arrive(begun.at(tile_visit));
-  ended.sleep_full(tile_visit);
-  // The tile before may have keys that this one has not: they count as added when that tile has added them.
+  if (predecessor) wait_dkdv_semaphore(predecessor, index[min(stop, count) - 1]);
+  barrier_arrive(acquired.at(tile_visit));
+  released.sleep_full(tile_visit);
+  // The predecessor may have keys that this tile has not: they count as added when it has added them.
   int reached = kLastPosition;
-  if (before) reached = wait_dkdv_semaphore(before, is_last ? kLastPosition - 1 : 0);
+  if (predecessor) reached = wait_dkdv_semaphore(predecessor, is_last ? kLastPosition - 1 : 0);
   release_dkdv_semaphore(semaphores + tile, min(is_last ? kLastPosition : index[stop], reached));
 }
 
 // Where sums have a fixed order: waits for the semaphores of the block's tiles of keys, tells the computing warps when they may
-// add, and releases the semaphores when they have added. By one warp, whose first thread alone does this.
+// add, and releases the semaphores when they have added. By one warp: its first thread alone, or all lanes where tiles skip
+// chunks.
 //
 // Keys in order: each chunk of queries has a dq semaphore, which counts the tiles of keys that have added to the chunk's
 // grad_query. Tiles add from the first to the last. Without a mask every tile begins with the last chunk, which causality lets
@@ -97,7 +97,7 @@ __device__ __forceinline__ void run_semaphore_warp(const BackwardCall& call, con
   const MaskParams& mask = p.mask;
   const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
       descriptor_empty{shared_address(shared.descriptor_empty)};
-  const Ring<1> begun{shared_address(&shared.semaphore_acquired)}, ended{shared_address(&shared.semaphore_released)};
+  const Ring<1> acquired{shared_address(&shared.semaphore_acquired)}, released{shared_address(&shared.semaphore_released)};
   const bool leaves_out = !Traits::kGathers && leaves_out_chunks(mask);
   if (lane > 0 && !leaves_out) return;
   uint32_t n = 0;
@@ -107,9 +107,9 @@ __device__ __forceinline__ void run_semaphore_warp(const BackwardCall& call, con
     if (descriptor.head < 0) return;
     if constexpr (Traits::kGathers) {
       if constexpr (Traits::kIsUnion) {
-        pass_union_semaphore<kShape.keys>(call, p, descriptor, begun, ended, tile_visit);
+        pass_union_semaphore<kShape.keys>(call, p, descriptor, acquired, released, tile_visit);
       } else {
-        pass_list_semaphore<kShape.keys>(call, p, work, descriptor, begun, ended, tile_visit);
+        pass_list_semaphore<kShape.keys>(call, p, work, descriptor, acquired, released, tile_visit);
       }
       barrier_arrive(descriptor_empty.at(tile_visit));
       continue;
@@ -124,8 +124,8 @@ __device__ __forceinline__ void run_semaphore_warp(const BackwardCall& call, con
 #pragma unroll 1
       for (int piece = 0; piece < Shared::kPieces; ++piece, ++n, ++semaphore) {
         wait_dq_semaphore(semaphore, before);
-        barrier_arrive(begun.at(n));
-        ended.sleep_full(n);
+        barrier_arrive(acquired.at(n));
+        released.sleep_full(n);
         release_dq_semaphore(semaphore);
       }
     };

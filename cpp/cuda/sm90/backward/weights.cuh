@@ -147,7 +147,7 @@ __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float
   }
 }
 
-// Scores become tanh(score * scale), by the function that forward has where there is a bias: a tangent that is off would make
+// Scores become tanh(score * scale), by the function that forward has where there is a bias: a tanh that is off would make
 // weights larger than 1. cap_slopes: the derivative of softcap for each, in float16 whatever T is, because it is at most 1. It is
 // 0 where a score is not a number; such a score is hidden later.
 template <int kSteps, int kN>
@@ -157,9 +157,9 @@ __device__ __forceinline__ void cap_scores(float (&scores)[kN][4], float scale, 
     float slopes[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float tangent = tanh_by_exp(scores[i][e] * scale);
-      slopes[e] = __saturatef(fmaf(-tangent, tangent, 1.0f));
-      scores[i][e] = tangent;
+      const float tanh_of_score = tanh_by_exp(scores[i][e] * scale);
+      slopes[e] = __saturatef(fmaf(-tanh_of_score, tanh_of_score, 1.0f));
+      scores[i][e] = tanh_of_score;
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -174,10 +174,10 @@ __device__ __forceinline__ bool has_apart_bias(const BackwardCall& call) {
   return kCaps && call.cap_scale != 0.0f && call.grad_key_bias.data;
 }
 
-// For instances with options. scores are products or, with softcap, tangents, -inf where they are hidden. They become `weights`,
-// probabilities that dropout leaves, and `slopes`, probabilities times the derivative of softcap, negative where dropout drops
-// them: both as operands of products. lse2_of, delta_of, row_hash: of the chunk's queries. What the dropped pairs add to a
-// gradient of key_bias of its own is added to bias_sum.
+// For instances with options. scores are products or, with softcap, tanh of them, -inf where they are hidden. They become
+// `weights`, probabilities that dropout leaves, and `slopes`, probabilities times the derivative of softcap, negative where
+// dropout drops them: both as operands of products. lse2_of, delta_of, row_hash: of the chunk's queries. What the dropped pairs
+// add to a gradient of key_bias of its own is added to bias_sum.
 template <class T, int kDim, bool kCaps, int kSteps, int kN>
 __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, const KeyDescriptor& tile,
                                                    const QueryDescriptor& descriptor, const int32_t* gathered,
@@ -272,7 +272,7 @@ __device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardSh
     if constexpr (Traits::kLogits == Logits::kCapped) cap_scores(scores, call.cap_scale, cap_slopes);
     BiasOfScores<T, kDim>{call, tile, descriptor}.add_to(scores);
   } else if (Traits::kHasOptions && call.cap_scale != 0.0f) {
-    to_tangents(scores, call.cap_scale);
+    to_tanh(scores, call.cap_scale);
   }
   const int32_t* gathered = nullptr;
   if constexpr (Traits::kGathersQueries) {

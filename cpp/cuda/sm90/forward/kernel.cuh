@@ -1,6 +1,6 @@
-// Attention forward for Hopper. A block stays on its multiprocessor and takes tile after tile. Its scheduler warps find the keys
-// of a tile and write descriptors, its loading warps load what the descriptors say, and two or three warpgroups compute. The
-// tensor cores multiply for one chunk while the threads do the softmax of another.
+// Attention forward for Hopper: a persistent, warp-specialised kernel. Scheduler warps find the keys of a tile and write
+// descriptors, loading warps load what the descriptors say, and two or three warpgroups compute. The tensor cores multiply for
+// one chunk while the threads do the softmax of another.
 //
 // To the computing warpgroups a chunk is some rows of keys in shared memory and a descriptor, whether the rows were loaded by a
 // tensor copy or gathered one by one, and whether or not they belong to the next tile.
@@ -17,15 +17,16 @@
 
 namespace dmattn::cuda::sm90 {
 
-// The products of a computing warpgroup, by described tiles in shared memory. Each function issues one, and its end has to be
-// awaited.
+// The products of a computing warpgroup, whose operands are described by wgmma descriptors of tiles in shared memory. Each
+// function issues one group of wgmma, which the caller waits for.
 template <class T, int kDim, class Traits>
 struct ForwardProducts {
   using Shared = ForwardShared<kDim, Traits>;
   static constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
   static constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kSteps = kShape.keys / 16, kOut = kDim / 8;
   static constexpr uint32_t kStageStep = step_of(kShape.keys * kDim * 2), kTileStep = step_of(kRows * kDim * 2);
-  uint32_t query_tiles, key_tiles, value_tiles, ones, thirds;
+  uint32_t query_tiles, key_tiles, value_tiles;
+  uint32_t ones, thirds;  // operands of the key_bias: a float32 is the sum of three bfloat16 terms, each multiplied by one
 
   __device__ __forceinline__ ForwardProducts(const Shared& shared, int group)
       : query_tiles(describe_panels(shared_address(shared.query) + group * (64 * 128), kRows * 128)),
@@ -34,8 +35,8 @@ struct ForwardProducts {
         ones(describe_narrow(shared_address(shared.bias_operands.ones))),
         thirds(describe_narrow(shared_address(shared.bias_operands.thirds))) {}
 
-  // Issues scores = Q K^T. is_biased: scores hold the key_bias, and products are added to it; with kMultipliesBias a product
-  // brings it first, whatever they hold, and a huge one has zeros for its thirds.
+  // Issues scores = Q K^T. is_biased: scores hold the key_bias, and products are added to it; with kMultipliesBias a wgmma
+  // initialises them with it first. Of a huge key_bias its operand is zero, and the bias is added later.
   __device__ __forceinline__ void begin_scores(float (&scores)[kN][4], uint32_t tile, uint32_t stage, bool is_biased) const {
     const uint32_t queries =
         __shfl_sync(0xffffffffu, query_tiles + tile % kShape.query_tiles * kTileStep, 0);  // the same in all lanes
@@ -75,7 +76,8 @@ __device__ __forceinline__ void read_bias(float (&scores)[kN][4], const Descript
   scores[i][0] = scores[i][2] = pair.x, scores[i][1] = scores[i][3] = pair.y;
 }
 
-// Narrows the weights of one chunk to operands; where threads read key_bias, that of the next chunk takes their place in scores.
+// Converts the weights of one chunk to operands of 16 bits; where threads read key_bias, that of the next chunk then takes
+// their place in the accumulators.
 template <class T, int kSteps, int kN, class Descriptor>
 __device__ __forceinline__ void narrow_weights(float (&scores)[kN][4], uint32_t (&weights)[kSteps][4], const Descriptor& next,
                                                int column, bool reads_bias) {
@@ -113,7 +115,7 @@ class Consumer {
  public:
   using Shared = ForwardShared<kDim, Traits>;
 
-  // group: of the computing warpgroups. Taken from lane 0, so that the assembler knows it is the same in all lanes and keeps what
+  // group: of the computing warpgroups. Taken from lane 0, so that ptxas knows it is the same in all lanes and keeps what
   // follows from it in uniform registers.
   __device__ __forceinline__ Consumer(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps, Shared& shared)
       : call_(call),
@@ -198,7 +200,7 @@ class Consumer {
         barrier_arrive(value_empty_.at(n_ - 1));
       }
     });
-    // The address waits for the sums, which are never negative: otherwise the assembler puts the exponentials behind the next
+    // A dependency on the sums, which are never negative, so it adds 0: otherwise ptxas puts the exponentials behind the next
     // wait, where no product hides them.
     barrier_arrive(descriptor_empty_.at(n_) + (softmax_.sum[0][0] + softmax_.sum[0][1] < -1.0f));
     // Wait for the descriptor of chunk n + 1, then for the sums of chunk n - 1.

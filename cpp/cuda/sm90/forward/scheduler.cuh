@@ -42,7 +42,7 @@ class Scheduler {
       const bool is_first = work_tile == blockIdx.x;
       if (thread_ == 0) {
         uint32_t next = count_work_tiles();
-        if (work_.has_static_schedule) next = queues_.work_tile + grid_size();
+        if (work_.is_static) next = queues_.work_tile + grid_size();
         if (work_.tile_counter) next = grid_size() + static_cast<uint32_t>(atomicAdd(work_.tile_counter, 1));
         queues_.work_tile = next;
       }

@@ -76,7 +76,7 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
   bool is_biased = has_bias;
   if constexpr (Traits::kLogits == Logits::kCapped) {
     if (call.cap_scale != 0.0f) {
-      to_tangents(scores[0], call.cap_scale);
+      to_tanh(scores[0], call.cap_scale);
       if constexpr (Traits::kGathers) {
         is_biased = p.key_bias.data;
         if (is_biased && !(flags & kHuge)) {
