@@ -33,6 +33,19 @@ def test_a_group_with_a_failed_rank_is_refused(monkeypatch):
         failures.check("a group")
 
 
+@pytest.mark.parametrize(("rank", "found"), [(0, {}), (1, {"a group": "rank 0 failed: its process is gone"})])
+def test_a_lost_store_is_no_failure_of_the_rank_that_looks(monkeypatch, rank, found):
+    def lost(group):
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr(failures, "_failures", {})
+    monkeypatch.setattr(failures, "_store", lost)
+    monkeypatch.setattr(failures, "_is_gone", lambda group, probed: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
+    failures._look("a group")
+    assert failures._failures == found
+
+
 def lengths_of(phase, way, world):
     """Of uneven chunks; compiled, only the last of several may be shorter."""
     if phase.endswith("two"):

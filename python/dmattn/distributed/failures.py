@@ -25,7 +25,7 @@ KEY = "dmattn/failure"
 PROBE_TAG = 1_836_016  # of messages that nobody receives
 
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-# Groups with exchanges that will not end: to delete one waits for its timeout.
+# Groups with exchanges that will not end, kept alive: destroying one blocks until its timeout.
 _abandoned: list[dist.ProcessGroup] = []
 
 
