@@ -100,6 +100,7 @@ InstanceChoice choose_for_intervals(const AttentionParams& p, const Target& targ
   }
   if (choice.keys == KeySource::kAll) return {in_order, KeySource::kAll, choice.why};
   if (choice.keys == KeySource::kDirect) return {gathered, KeySource::kDirect, choice.why};
+  // With a softcap or dropout keys are gathered even under a sliding window: no instance of ranges has them.
   if (p.mask.is_in_order && traits_of(p, false) == kPlainTraits) {
     const Instance* const ranged = find_forward(target.build, p, false);
     const bool takes_ranges = ranged && (ranged->traits.keys == Keys::kRange || ranged->traits.keys == Keys::kInOrder);

@@ -166,5 +166,12 @@ constexpr bool is_valid(BackwardShape s) {
   return (s.keys == 64 || s.keys == kBackwardKeys) && (s.queries == 64 || s.queries == 128) && s.query_stages >= 2 &&
          (kConsumers * s.computing_registers + s.loading_registers) * kWarpgroup <= kPool;
 }
+constexpr bool are_valid_backward_rows() {
+  for (const BackwardRow& row : kBackwardRows) {
+    if (!is_valid(row.shape)) return false;
+  }
+  return true;
+}
+static_assert(are_valid_backward_rows());
 
 }  // namespace dmattn::cuda::sm90
