@@ -4,9 +4,10 @@ Random lists share almost nothing between neighbouring queries, which is the har
 keys for all queries: the keys that 16, 32, 64 or 128 neighbouring queries list together, over those of one query, are then as many as lists of a
 trained model had (2.1 to 3.8, 2.4 to 4.7, 2.7 to 5.4 and 2.9 to 5.9 over six layers, at 256 of 4,096 keys). The factors of every case are
 in the results. Whole eager calls, the making of unions included. The peer is cuDNN's dense causal kernel on a GPU, torch's choice on a CPU, by
-turns. With --peers three
-cases are timed with FlexAttention as well (compiled, its mask_mod looks the same lists up, its block tables are made outside the timed calls)
-and with the selected attention of flash-linear-attention (fla-core), which takes groups of 16 and more heads.
+turns.
+
+With --peers three cases are timed with FlexAttention as well (compiled, its mask_mod looks the same lists up, its block tables are made outside
+the timed calls), and with the selected attention of flash-linear-attention (fla-core), which takes groups of 16 and more heads.
 """
 
 from __future__ import annotations
@@ -182,19 +183,18 @@ def peers_of(
     """The forward and backward calls of the peers that run the case and agree with ours to 5 % of the norm; others are named with the reason."""
     found: dict[str, Callable[[], object]] = {}
     expected = ours(*leaves).detach().float()
-    for name, make in (("flex", flex_peer), ("fla", fla_peer)):
+    by_tokens = tuple(leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for leaf in leaves)
+    for name, make, given in (("flex", flex_peer, leaves), ("fla", fla_peer, by_tokens)):
         try:
             peer = make(case, lists)
             if peer is None:
                 continue
-            if name == "fla":
-                leaves = tuple(leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for leaf in leaves)
             with torch.no_grad():
-                error = (peer(*leaves).float() - expected).norm() / expected.norm()
+                error = (peer(*given).float() - expected).norm() / expected.norm()
             if not error < 0.05:
                 print(f"{case}: {name} gives other values, by {error:.3f} of the norm")
                 continue
-            runs = both_ways(peer, leaves)
+            runs = both_ways(peer, given)
             runs[1]()
         except (ImportError, RuntimeError) as problem:
             print(f"{case}: {name} does not run: {str(problem).splitlines()[0][:160]}")

@@ -1,4 +1,4 @@
-"""The exchanges: scores of all chunks and the dropout seed to all ranks, rows of key, value and key_bias to those that need them, and back.
+"""The exchanges: scores and the dropout seed to all ranks, rows of key, value and key_bias to those that need them, and their gradients back.
 
 They are ops, so that a compiled graph holds each of them as one node: how many rows go where is known when the graph runs, not when it is
 traced.

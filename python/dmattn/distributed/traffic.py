@@ -12,8 +12,8 @@ class Traffic:
     """Bytes that this rank has received from other ranks.
 
     Attributes:
-        scores: of scores, which select keys, but between two ranks.
-        rows: of rows of key, value, key_bias and, between two ranks, scores in forward.
+        scores: of scores, which select keys. Where there are two ranks, scores travel with the rows and count as such.
+        rows: of rows of key, value and key_bias in forward.
         gradients: of gradients of such rows in backward.
     """
 
