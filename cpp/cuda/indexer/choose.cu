@@ -27,7 +27,9 @@ __device__ __forceinline__ uint32_t in_order(float score) {
 __device__ __forceinline__ float score_of(uint32_t x) { return __uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x); }
 
 // Greater is better: the score, then the place.
-__device__ __forceinline__ uint64_t rank_of(Number x) { return static_cast<uint64_t>(x.score) << 32 | static_cast<uint32_t>(x.place); }
+__device__ __forceinline__ uint64_t rank_of(Number x) {
+  return static_cast<uint64_t>(x.score) << 32 | static_cast<uint32_t>(x.place);
+}
 constexpr uint64_t kAll = uint64_t{1} << 32;  // the least rank of a number with a score
 
 // What a block of threads chooses among: `count` numbers that `read(i)` gives, kept in shared memory if there is room, or read
@@ -242,7 +244,8 @@ __device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& r
   if (thread % 32 == 0) s.least[thread / 32] = range.least, s.most[thread / 32] = range.most;
   if (thread == 0) s.ranked_count = 0;
   sum_before(s, own, count);
-  for (int warp = 0; warp < kWarps; ++warp) range.least = min(range.least, s.least[warp]), range.most = max(range.most, s.most[warp]);
+  for (int warp = 0; warp < kWarps; ++warp)
+    range.least = min(range.least, s.least[warp]), range.most = max(range.most, s.most[warp]);
   range.least += 1;
   if (count <= wanted) return kAll;
   int found = narrow(s, row, range, [](Number x) { return x.score; });
@@ -343,7 +346,8 @@ struct RowOfPart {
 
 // scores [rows of this part, row_stride] of the sample -> bounds. room: for so many numbers in shared memory.
 template <int kWarps>
-__global__ __launch_bounds__(kWarps * 32, 32 / kWarps) void index_bounds_kernel(const __grid_constant__ IndexCall call, int room) {
+__global__ __launch_bounds__(kWarps * 32, 32 / kWarps) void index_bounds_kernel(const __grid_constant__ IndexCall call,
+                                                                                int room) {
   __shared__ Shared<kWarps> s;
   const RowOfPart own(call);
   if (!own.is_real) return;
@@ -376,7 +380,8 @@ __device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& ca
 
 // Scores or candidates -> indices and scores [B, G, Sq, K]. A block of threads for each row.
 template <int kWarps, bool kSampled>
-__global__ __launch_bounds__(kWarps * 32, 32 / kWarps) void index_choice_kernel(const __grid_constant__ IndexCall call, int room) {
+__global__ __launch_bounds__(kWarps * 32, 32 / kWarps) void index_choice_kernel(const __grid_constant__ IndexCall call,
+                                                                                int room) {
   __shared__ Shared<kWarps> s;
   const RowOfPart own(call);
   if (!own.is_real) return;

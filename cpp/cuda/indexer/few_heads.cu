@@ -47,7 +47,7 @@ struct StagedCandidates {
   __device__ __forceinline__ void flush(const IndexCall& call) {
     const int lane = threadIdx.x % 32, capacity = static_cast<int>(call.sample.capacity);
     asm volatile("" : "+r"(first_row));  // so that nothing of this is kept in registers between calls
-    int entries[2], from[2];  // from: the entry of the warp's candidates that the lane's first becomes
+    int entries[2], from[2];             // from: the entry of the warp's candidates that the lane's first becomes
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = lane / 4 + 8 * r;
@@ -76,8 +76,7 @@ struct StagedCandidates {
               "{\n.reg .pred is_one;\n.reg .b32 score, column;\n.reg .b64 to;\nsetp.lt.s32 is_one, %0, %1;\n"
               "@is_one ld.shared.b32 score, [%2];\n@is_one ld.shared.b32 column, [%2 + %5];\nshr.s32 column, column, %6;\n"
               "mad.wide.s32 to, %4, 8, %3;\n@is_one st.global.v2.b32 [to], {score, column};\n}" ::"r"(own),
-              "r"(end), "r"(read + 2 * r * kPlaneBytes + row * 16), "l"(to), "r"(at), "n"(kPlaneBytes),
-              "r"(call.log2_score_block)
+              "r"(end), "r"(read + 2 * r * kPlaneBytes + row * 16), "l"(to), "r"(at), "n"(kPlaneBytes), "r"(call.log2_score_block)
               : "memory");
         }
       }
@@ -86,8 +85,8 @@ struct StagedCandidates {
   }
 };
 
-// Rows of queries and keys as operands of mma. A product is a sum over dimensions in any order, so that a lane reads 16 bytes of a
-// row at once: of each 32 dimensions the lanes lane % 4 have 8, two for each half of a step of mma, in two steps.
+// Rows of queries and keys as operands of mma. A product is a sum over dimensions in any order, so that a lane reads 16 bytes of
+// a row at once: of each 32 dimensions the lanes lane % 4 have 8, two for each half of a step of mma, in two steps.
 template <int kSteps>
 struct Pieces {
   static_assert(kSteps % 2 == 0);
@@ -202,7 +201,8 @@ template <bool kFindsCandidates>
 struct SharedKeys {
   int first, end, later, later_end;
 
-  __device__ __forceinline__ SharedKeys(const IndexCall& call, const ScoreGroup& group, const ScoreRow<kFindsCandidates> (&rows)[2])
+  __device__ __forceinline__ SharedKeys(const IndexCall& call, const ScoreGroup& group,
+                                        const ScoreRow<kFindsCandidates> (&rows)[2])
       : first(0), end(static_cast<int>(call.p.keys)), later(0), later_end(end) {
     if (group.start || group.end) end = later_end = 0;
 #pragma unroll
@@ -216,7 +216,8 @@ struct SharedKeys {
   }
   // Are all keys of a chunk among them?
   __device__ __forceinline__ bool hold(const IndexCall& call, int column) const {
-    const int least = least_key_from<kFindsCandidates>(call, column), most = least_key_from<kFindsCandidates>(call, column + kChunk);
+    const int least = least_key_from<kFindsCandidates>(call, column),
+              most = least_key_from<kFindsCandidates>(call, column + kChunk);
     return (least >= first && most <= end) || (least >= later && most <= later_end);
   }
 };
@@ -258,7 +259,8 @@ struct Bounds {
 
 // As index_scores_kernel. Blocks of threads share the chunks of keys (x) of a tile of queries (y).
 template <class T, int kSteps, bool kFindsCandidates>
-__global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4 : 2) void few_heads_kernel(const __grid_constant__ IndexCall call) {
+__global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
+                                                   : 2) void few_heads_kernel(const __grid_constant__ IndexCall call) {
   extern __shared__ __align__(128) uint8_t shared[];
   const IndexTopKParams& p = call.p;
   const int tile = static_cast<int>(gridDim.y - 1 - blockIdx.y);  // the longest first
@@ -284,8 +286,7 @@ __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4 : 
                                                  {call, at, tile, warp_row + lane / 4 + 8, rows}};
   const SharedKeys<kFindsCandidates> shared_keys(call, group, of_lane);
   const Bounds bounds(of_lane);
-  StagedCandidates candidates(shared_address(shared) + warp * StagedCandidates::kBytes,
-                              tile * kIndexTileQueries + warp_row);
+  StagedCandidates candidates(shared_address(shared) + warp * StagedCandidates::kBytes, tile * kIndexTileQueries + warp_row);
 
   for (; least_key_from<kFindsCandidates>(call, first) < end; first += step) {
     float x[2][kColumns][2];  // of rows lane / 4 and lane / 4 + 8

@@ -68,7 +68,8 @@ DMATTN_HOST_DEVICE static inline int32_t sampled_block(int32_t group, int log2_s
 // numbers, each 0 or 1, exceeds its mean m by x with a chance of at most exp(-x^2 / (2 m + 2 x / 3)), and falls short of it with
 // one of at most exp(-x^2 / (2 m)); both are 1e-8 here. The first sum is how many of the `top` best are in the sample, the second
 // how many of `capacity` are. Whatever the scores are, few rows have too few or too many candidates.
-// products: multiplications for a block's score. Work is counted in numbers that are chosen among twice; the factors were measured.
+// `products` is the number of multiplications in the score of a block. `work` estimates time; its factors were fitted to what an
+// H200 took.
 inline IndexSample plan_sample(int64_t blocks, int64_t top, int64_t products) {
   constexpr double kTwice = 2.0 * 18.42;  // of the logarithm of the chance
   const double scoring = 4e-4 * static_cast<double>(products) + 0.6;

@@ -11,7 +11,8 @@ struct IndexQueries {
 
   __device__ __forceinline__ IndexQueries(const IndexCall& call, int tile_of_part) {
     const IndexTopKParams& p = call.p;
-    const uint32_t tile = static_cast<uint32_t>(call.first_tile + tile_of_part), in_group = static_cast<uint32_t>(call.tiles_per_group);
+    const uint32_t tile = static_cast<uint32_t>(call.first_tile + tile_of_part),
+                   in_group = static_cast<uint32_t>(call.tiles_per_group);
     const uint32_t batch_group = tile / in_group, groups = static_cast<uint32_t>(p.groups);
     batch = static_cast<int>(batch_group / groups), group = static_cast<int>(batch_group % groups);
     first = static_cast<int>(tile % in_group) * kIndexTileQueries;
