@@ -26,11 +26,11 @@ std::tuple<Tensor, Tensor> index_top_k_op(const Tensor& query, const Tensor& key
   p.query = view_of(checked.query), p.query_head_stride = checked.query.stride(3), p.key = view_of(checked.key);
 
   const int log2_block = p.is_pooled ? 0 : p.log2_block;
-  call.log2_score_block = std::min(log2_block, log2_keys_of_warp(p.head_dim));
+  call.log2_score_block = std::min(log2_block, log2_keys_of_warp(p.heads, p.head_dim));
   call.log2_fold = log2_block - call.log2_score_block;
   const int64_t row_scores = scores_of_row(p, call.log2_score_block);
   // A block that several warps score has no score in one place, which a bound could be compared with.
-  if (call.log2_fold == 0) call.sample = plan_sample(row_scores, p.top);
+  if (call.log2_fold == 0) call.sample = plan_sample(row_scores, p.top, p.heads * p.head_dim << call.log2_score_block);
   const bool is_sampled = call.sample.log2 > 0;
   const int64_t round = 4 << call.log2_fold;
   call.row_stride = ceil_div(ceil_div(row_scores, int64_t{1} << call.sample.log2), round) * round;

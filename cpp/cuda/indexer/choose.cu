@@ -1,8 +1,8 @@
 // The k best of a row of scores, exactly: equal ones the later, the places in ascending order.
 //
-// A score and its place are one number of 64 bits, in the order in which they are chosen, so no two are equal. Bins of equal
-// width say in which of them the k-th falls; while it holds too many, it is binned again, and then they are ranked. A block of
-// threads has a row.
+// A score is a number of 32 bits, in the order in which scores are chosen. Bins of equal width say in which of them the k-th
+// falls; while it holds too many, it is binned again, by the places where all its scores are equal; then they are ranked. A block
+// of threads has a row.
 #include "../common/device.cuh"
 #include "../common/kernel_limits.cuh"
 #include "../common/visibility.cuh"
@@ -11,20 +11,26 @@
 namespace dmattn::cuda {
 namespace {
 
-constexpr uint64_t kNothing = 0, kAll = 1;  // no score; a cut behind which all scores are
 constexpr float kLeast = -3.402823466e38f;  // of finite numbers
 
+// A score in the order of scores, 0 if there is none, and the place of its block.
+struct Number {
+  uint32_t score;
+  int place;
+};
+
 // 0 is positive, so that scores that are equal have the same bits.
-__device__ __forceinline__ uint64_t in_order(float score, int place) {
-  if (!(score > negative_infinity())) return kNothing;
+__device__ __forceinline__ uint32_t in_order(float score) {
   const uint32_t bits = __float_as_uint(score + 0.0f);
-  return static_cast<uint64_t>(bits & 0x80000000u ? ~bits : bits | 0x80000000u) << 32 | static_cast<uint32_t>(place);
+  return score > negative_infinity() ? (bits & 0x80000000u ? ~bits : bits | 0x80000000u) : 0;
 }
-__device__ __forceinline__ int place_of(uint64_t x) { return static_cast<int>(static_cast<uint32_t>(x)); }
-__device__ __forceinline__ float score_of(uint64_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x >> 32);
-  return __uint_as_float(bits & 0x80000000u ? bits & 0x7fffffffu : ~bits);
+__device__ __forceinline__ float score_of(uint32_t x) { return __uint_as_float(x & 0x80000000u ? x & 0x7fffffffu : ~x); }
+
+// Greater is better: the score, then the place.
+__device__ __forceinline__ uint64_t rank_of(Number x) {
+  return static_cast<uint64_t>(x.score) << 32 | static_cast<uint32_t>(x.place);
 }
+constexpr uint64_t kAll = uint64_t{1} << 32;  // the least rank of a number with a score
 
 // What a block of threads chooses among: `count` numbers that `read(i)` gives, kept in shared memory if there is room, or read
 // again each time.
@@ -32,20 +38,33 @@ template <int kWarps, class Read>
 struct Row {
   Read read;
   int count;
-  uint64_t* kept;
+  bool is_kept;
 
-  __device__ __forceinline__ Row(Read from, int n, int room) : read(from), count(n), kept(nullptr) {
-    extern __shared__ uint64_t numbers[];
-    if (n > room) return;
-    for (int i = static_cast<int>(threadIdx.x); i < n; i += kWarps * 32) numbers[i] = read(i);
-    kept = numbers;  // a thread reads what it wrote itself
+  __device__ __forceinline__ Row(Read from, int n, int room) : read(from), count(n), is_kept(n <= room) {}
+  static __device__ __forceinline__ uint2* kept() {
+    extern __shared__ uint2 numbers[];
+    return numbers;  // a thread reads what it wrote itself
   }
-  // Calls use(x) for each of the thread's numbers.
+  // Calls use(x) for each of the thread's numbers; the first time that is `each_first`.
+  template <class Use>
+  __device__ __forceinline__ void each_first(Use use) const {
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += kWarps * 32) {
+      const Number x = read(i);
+      if (is_kept) kept()[i] = {x.score, static_cast<uint32_t>(x.place)};
+      use(x);
+    }
+  }
   template <class Use>
   __device__ __forceinline__ void each(Use use) const {
-    if (kept) {
-      for (int i = static_cast<int>(threadIdx.x); i < count; i += kWarps * 32) use(kept[i]);
+    if (is_kept) {
+#pragma unroll 4
+      for (int i = static_cast<int>(threadIdx.x); i < count; i += kWarps * 32) {
+        const uint2 x = kept()[i];
+        use(Number{x.x, static_cast<int>(x.y)});
+      }
     } else {
+#pragma unroll 1
       for (int i = static_cast<int>(threadIdx.x); i < count; i += kWarps * 32) use(read(i));
     }
   }
@@ -55,19 +74,19 @@ struct Row {
 struct ReadScores {
   const float* from;
   int written, log2_fold;
-  __device__ __forceinline__ uint64_t operator()(int block) const {
+  __device__ __forceinline__ Number operator()(int block) const {
     const int first = block << log2_fold, last = min(first + (1 << log2_fold), written);
     float most = from[first];
     for (int part = first + 1; part < last; ++part) most = fmaxf(most, from[part]);
-    return in_order(most, block);
+    return {in_order(most), block};
   }
 };
 
 struct ReadCandidates {
   const IndexEntry* from;
-  __device__ __forceinline__ uint64_t operator()(int i) const {
+  __device__ __forceinline__ Number operator()(int i) const {
     const float2 entry = *reinterpret_cast<const float2*>(from + i);
-    return in_order(entry.x, __float_as_int(entry.y));
+    return {in_order(entry.x), __float_as_int(entry.y)};
   }
 };
 
@@ -108,19 +127,19 @@ struct ReadAgain {
     const float distance = static_cast<float>((key << log2_width) - position) + static_cast<float>((1 << log2_width) - 1) * 0.5f;
     return fmaf(p.slope ? static_cast<const float*>(p.slope)[at.group] : 0.0f, distance, sum);
   }
-  __device__ uint64_t operator()(int block) const {
+  __device__ Number operator()(int block) const {
     const IndexTopKParams& p = call.p;
     const int32_t* const start = row_of<const int32_t>(p.start, at.batch, at.group);
     const int32_t* const end = row_of<const int32_t>(p.end, at.batch, at.group);
     const int log2_block = call.log2_score_block + call.log2_fold;
-    uint64_t best = kNothing;
+    uint32_t best = 0;
     for (int key = block << log2_block; key < static_cast<int>(p.keys) && key < (block + 1) << log2_block; ++key) {
       bool is_in = (key >= in.first && key < in.end) || (key >= in.later && key < in.later_end);
       if (start) is_in = is_in && start[key] <= position;
       if (end) is_in = is_in && position < end[key];
-      if (is_in) best = max(best, in_order(score(key), block));
+      if (is_in) best = max(best, in_order(score(key)));
     }
-    return best;
+    return {best, block};
   }
 };
 
@@ -134,7 +153,8 @@ struct Shared {
   };
   uint32_t words[kBins];  // a bit for each place
   uint64_t ranked[kMostRanked];
-  uint64_t least[kWarps], most[kWarps], cut;
+  uint32_t least[kWarps], most[kWarps];
+  uint64_t cut;
   int of_warp[kWarps];
   int ranked_count, bin, wanted;
 };
@@ -177,53 +197,79 @@ __device__ __forceinline__ void find_bin(Shared<kWarps>& s, int wanted) {
   __syncthreads();
 }
 
-// The least number that is chosen, which is the `wanted`-th best; kAll where there are no more than that.
-template <int kWarps, class Numbers>
-__device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& row, int wanted) {
-  constexpr int kThreads = Shared<kWarps>::kThreads, kBins = Shared<kWarps>::kBins, kMostRanked = Shared<kWarps>::kMostRanked;
-  const int thread = static_cast<int>(threadIdx.x);
-  if (wanted == 0) return ~uint64_t{0};
-  uint64_t least = ~uint64_t{0}, most = 0;
-  int own = 0, count = 0;
-  row.each([&](uint64_t x) {
-    if (x == kNothing) return;
-    least = min(least, x), most = max(most, x), ++own;
-  });
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    least = min(least, __shfl_xor_sync(0xffffffffu, least, step)), most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
-  }
-  if (thread % 32 == 0) s.least[thread / 32] = least, s.most[thread / 32] = most;
-  sum_before(s, own, count);
-  for (int warp = 0; warp < kWarps; ++warp) least = min(least, s.least[warp]), most = max(most, s.most[warp]);
-  if (count <= wanted) return kAll;
+// Values from `least` to `most`, of which `wanted` are to be chosen.
+struct Range {
+  uint32_t least, most;
+  int wanted;
+  __device__ __forceinline__ bool has(uint32_t x) const { return x - least <= most - least; }
+};
+
+// Narrows the range to one bin after the other until it has few numbers or a single value; returns how many numbers it has.
+template <int kWarps, class Numbers, class Value>
+__device__ __forceinline__ int narrow(Shared<kWarps>& s, const Numbers& row, Range& range, Value value_of) {
+  constexpr int kThreads = Shared<kWarps>::kThreads, kBins = Shared<kWarps>::kBins;
   for (;;) {
-    const int shift = max(0, 64 - __clzll(static_cast<long long>(most - least)) - (31 - __clz(kBins)));
-    for (int bin = thread; bin < kBins; bin += kThreads) s.counts[bin] = 0;
-    if (thread == 0) s.ranked_count = 0;
+    const uint32_t least = range.least, width = range.most - least;
+    const int shift = max(0, 32 - __clz(static_cast<int>(width)) - (31 - __clz(kBins)));
+    for (int bin = static_cast<int>(threadIdx.x); bin < kBins; bin += kThreads) s.counts[bin] = 0;
     __syncthreads();
-    row.each([&](uint64_t x) {
-      if (x >= least && x <= most) atomicAdd(&s.counts[(x - least) >> shift], 1);
+    row.each([&](Number x) {
+      const uint32_t from_least = value_of(x) - least;
+      if (from_least <= width) atomicAdd(&s.counts[from_least >> shift], 1);
     });
     __syncthreads();
-    find_bin(s, wanted);
+    find_bin(s, range.wanted);
     const int bin = s.bin, found = s.counts[bin];
-    wanted = s.wanted;
-    least += static_cast<uint64_t>(bin) << shift;
-    most = least + min(most - least, (uint64_t{1} << shift) - 1);
-    if (found <= kMostRanked) break;
+    range.wanted = s.wanted;
+    range.least += static_cast<uint32_t>(bin) << shift;
+    range.most = range.least + min(range.most - range.least, (1u << shift) - 1);
+    if (found <= Shared<kWarps>::kMostRanked || shift == 0) return found;
     __syncthreads();
   }
-  row.each([&](uint64_t x) {
-    if (x >= least && x <= most) s.ranked[atomicAdd(&s.ranked_count, 1)] = x;
+}
+
+// The least rank that is chosen, which is that of the `wanted`-th best; kAll where there are no more numbers than that.
+template <int kWarps, class Numbers>
+__device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& row, int wanted) {
+  constexpr int kThreads = Shared<kWarps>::kThreads, kMostRanked = Shared<kWarps>::kMostRanked;
+  const int thread = static_cast<int>(threadIdx.x);
+  Range range{~0u, 0, wanted};
+  int own = 0, count = 0;
+  row.each_first([&](Number x) {
+    range.most = max(range.most, x.score);
+    range.least = min(range.least, x.score - 1);  // of no score the greatest
+    own += x.score != 0;
   });
+  range.least = __reduce_min_sync(0xffffffffu, range.least), range.most = __reduce_max_sync(0xffffffffu, range.most);
+  if (thread % 32 == 0) s.least[thread / 32] = range.least, s.most[thread / 32] = range.most;
+  if (thread == 0) s.ranked_count = 0;
+  sum_before(s, own, count);
+  for (int warp = 0; warp < kWarps; ++warp)
+    range.least = min(range.least, s.least[warp]), range.most = max(range.most, s.most[warp]);
+  range.least += 1;
+  if (count <= wanted) return kAll;
+  int found = narrow(s, row, range, [](Number x) { return x.score; });
+  if (found <= kMostRanked) {
+    row.each([&](Number x) {
+      if (range.has(x.score)) s.ranked[atomicAdd(&s.ranked_count, 1)] = rank_of(x);
+    });
+  } else {  // of equal scores
+    __syncthreads();
+    const uint32_t score = range.least;
+    Range places{1, 0x7fffffffu, range.wanted};
+    const auto place_of = [score](Number x) { return x.score == score ? static_cast<uint32_t>(x.place) + 1 : 0; };
+    found = narrow(s, row, places, place_of);
+    range.wanted = places.wanted;
+    row.each([&](Number x) {
+      if (places.has(place_of(x))) s.ranked[atomicAdd(&s.ranked_count, 1)] = rank_of(x);
+    });
+  }
   __syncthreads();
-  const int found = s.ranked_count;
   for (int i = thread; i < found; i += kThreads) {
     const uint64_t x = s.ranked[i];
     int better = 0;
     for (int j = 0; j < found; ++j) better += s.ranked[j] >= x;
-    if (better == wanted) s.cut = x;  // itself among them
+    if (better == range.wanted) s.cut = x;  // itself among them
   }
   __syncthreads();
   return s.cut;
@@ -241,28 +287,32 @@ __device__ __forceinline__ void write_list(Shared<kWarps>& s, const Numbers& row
 #pragma unroll
     for (int i = 0; i < kEach; ++i) s.words[thread + i * kThreads] = 0;
     __syncthreads();
-    row.each([&](uint64_t x) {
-      const int place = place_of(x) - first;
-      if (x >= cut && place >= 0 && place < 32 * kWords) atomicOr(&s.words[place / 32], 1u << place % 32);
+    row.each([&](Number x) {
+      const uint32_t place = static_cast<uint32_t>(x.place - first);
+      if (rank_of(x) >= cut && place < 32 * kWords) atomicOr(&s.words[place / 32], 1u << place % 32);
     });
     __syncthreads();
+    uint32_t words[kEach];
     int own = 0, total = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) own += __popc(s.words[thread * kEach + i]);
-    int before = sum_before(s, own, total);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      s.chosen[thread * kEach + i] = before;
-      before += __popc(s.words[thread * kEach + i]);
+    for (int i = 0; i < kEach; ++i) words[i] = s.words[thread * kEach + i], own += __popc(words[i]);
+    int to = written + sum_before(s, own, total);
+    if (scores) {
+      for (int i = 0, at = to; i < kEach; ++i) s.chosen[thread * kEach + i] = at, at += __popc(words[i]);
+      __syncthreads();
+      row.each([&](Number x) {
+        const uint32_t place = static_cast<uint32_t>(x.place - first);
+        if (rank_of(x) < cut || place >= 32 * kWords) return;
+        scores[s.chosen[place / 32] + __popc(s.words[place / 32] & ((1u << place % 32) - 1))] = score_of(x.score);
+      });
     }
-    __syncthreads();
-    row.each([&](uint64_t x) {
-      const int place = place_of(x) - first;
-      if (x < cut || place < 0 || place >= 32 * kWords) return;
-      const int to = written + s.chosen[place / 32] + __popc(s.words[place / 32] & ((1u << place % 32) - 1));
-      indices[to] = first + place;
-      if (scores) scores[to] = score_of(x);
-    });
+#pragma unroll
+    for (int i = 0; i < kEach; i += 2) {
+      const int place = first + (thread * kEach + i) * 32;
+      for (uint64_t left = static_cast<uint64_t>(words[i + 1]) << 32 | words[i]; left != 0; left &= left - 1) {
+        indices[to++] = place + __ffsll(static_cast<long long>(left)) - 1;
+      }
+    }
     written += total;
     __syncthreads();
   }
@@ -296,7 +346,8 @@ struct RowOfPart {
 
 // scores [rows of this part, row_stride] of the sample -> bounds. room: for so many numbers in shared memory.
 template <int kWarps>
-__global__ __launch_bounds__(kWarps * 32) void index_bounds_kernel(const __grid_constant__ IndexCall call, int room) {
+__global__ __launch_bounds__(kWarps * 32, 32 / kWarps) void index_bounds_kernel(const __grid_constant__ IndexCall call,
+                                                                                int room) {
   __shared__ Shared<kWarps> s;
   const RowOfPart own(call);
   if (!own.is_real) return;
@@ -305,7 +356,9 @@ __global__ __launch_bounds__(kWarps * 32) void index_bounds_kernel(const __grid_
   const uint64_t cut = find_cut(s, row, call.sample.rank);
   if (threadIdx.x > 0) return;
   call.counts[own.number] = 0;
-  call.bounds[own.number] = cut == kAll ? IndexEntry{kLeast, 0} : IndexEntry{score_of(cut), sampled_block(place_of(cut), log2)};
+  const int place = static_cast<int>(static_cast<uint32_t>(cut));
+  call.bounds[own.number] =
+      cut == kAll ? IndexEntry{kLeast, 0} : IndexEntry{score_of(static_cast<uint32_t>(cut >> 32)), sampled_block(place, log2)};
 }
 
 template <int kWarps, class Read>
@@ -327,7 +380,8 @@ __device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& ca
 
 // Scores or candidates -> indices and scores [B, G, Sq, K]. A block of threads for each row.
 template <int kWarps, bool kSampled>
-__global__ __launch_bounds__(kWarps * 32) void index_choice_kernel(const __grid_constant__ IndexCall call, int room) {
+__global__ __launch_bounds__(kWarps * 32, 32 / kWarps) void index_choice_kernel(const __grid_constant__ IndexCall call,
+                                                                                int room) {
   __shared__ Shared<kWarps> s;
   const RowOfPart own(call);
   if (!own.is_real) return;
@@ -387,7 +441,10 @@ cudaError_t launch_index_bounds(const IndexCall& call, cudaStream_t stream) {
 }
 
 cudaError_t launch_index_choice(const IndexCall& call, cudaStream_t stream) {
-  if (call.sample.log2 > 0) return launch_choice<true>(call, call.sample.capacity, stream);
+  if (call.sample.log2 > 0) {  // few rows have so many candidates that there is no room for them in shared memory
+    const double rank = call.sample.rank, most = (rank + 3.0 * std::sqrt(rank)) * (1 << call.sample.log2);
+    return launch_choice<true>(call, std::min(call.sample.capacity, static_cast<int64_t>(most)), stream);
+  }
   return launch_choice<false>(call, scores_of_row(call.p, call.log2_score_block + call.log2_fold), stream);
 }
 

@@ -16,7 +16,7 @@
 namespace dmattn::cuda {
 
 inline constexpr int kIndexTileQueries = 64;
-inline constexpr int64_t kIndexWorkspaceBytes = int64_t{1} << 28;
+inline constexpr int64_t kIndexWorkspaceBytes = int64_t{1} << 29;
 
 struct IndexEntry {
   float score;
@@ -44,8 +44,14 @@ struct IndexCall {
   IndexEntry* candidates = nullptr;  // [tiles * kIndexTileQueries, capacity], in any order
 };
 
+// Whether a warp can keep 16 queries of all heads in registers.
+inline constexpr int kFewIndexHeads = 4;
+constexpr bool has_few_heads(int64_t heads, int64_t head_dim) { return heads <= kFewIndexHeads && head_dim <= 64; }
+
 // The keys of a warp, whose largest score it finds.
-constexpr int log2_keys_of_warp(int64_t head_dim) { return head_dim > 128 ? 4 : 6; }
+constexpr int log2_keys_of_warp(int64_t heads, int64_t head_dim) {
+  return has_few_heads(heads, head_dim) ? 5 : head_dim > 128 ? 4 : 6;
+}
 
 // How many scores a row has.
 DMATTN_HOST_DEVICE static inline int64_t scores_of_row(const IndexTopKParams& p, int log2_score_block) {
@@ -62,15 +68,18 @@ DMATTN_HOST_DEVICE static inline int32_t sampled_block(int32_t group, int log2_s
 // numbers, each 0 or 1, exceeds its mean m by x with a chance of at most exp(-x^2 / (2 m + 2 x / 3)), and falls short of it with
 // one of at most exp(-x^2 / (2 m)); both are 1e-8 here. The first sum is how many of the `top` best are in the sample, the second
 // how many of `capacity` are. Whatever the scores are, few rows have too few or too many candidates.
-inline IndexSample plan_sample(int64_t blocks, int64_t top) {
+// `products` is the number of multiplications in the score of a block. `work` estimates time; its factors were fitted to what an
+// H200 took.
+inline IndexSample plan_sample(int64_t blocks, int64_t top, int64_t products) {
   constexpr double kTwice = 2.0 * 18.42;  // of the logarithm of the chance
+  const double scoring = 4e-4 * static_cast<double>(products) + 0.6;
   IndexSample best;
   double least = 0.75 * static_cast<double>(blocks);
   for (int log2 = 2; log2 < 8; ++log2) {
     const double share = 1.0 / (1 << log2), mean = static_cast<double>(top) * share, all = static_cast<double>(blocks);
     const double rank = std::ceil(mean + kTwice / 6.0 + std::sqrt(kTwice * kTwice / 36.0 + kTwice * mean)) + 1.0;
     const double capacity = (rank + kTwice / 2.0 + std::sqrt(kTwice * kTwice / 4.0 + kTwice * rank)) / share;
-    const double work = 0.6 * all * share + 0.5 * rank / share + 0.5 * capacity;
+    const double work = scoring * all * share + 0.5 * rank / share + 0.5 * capacity;
     if (work >= least || capacity >= all) continue;
     least = work;
     best = {log2, static_cast<int>(rank), (static_cast<int64_t>(capacity) + 31) / 32 * 32};
@@ -78,6 +87,7 @@ inline IndexSample plan_sample(int64_t blocks, int64_t top) {
   return best;
 }
 
+cudaError_t launch_few_heads(const IndexCall& call, bool finds_candidates, cudaStream_t stream);
 cudaError_t launch_index_scores(const IndexCall& call, cudaStream_t stream);  // of all blocks, or of the sample
 cudaError_t launch_index_bounds(const IndexCall& call, cudaStream_t stream);  // sets counts to 0, too
 cudaError_t launch_index_candidates(const IndexCall& call, cudaStream_t stream);

@@ -11,10 +11,11 @@ struct IndexQueries {
 
   __device__ __forceinline__ IndexQueries(const IndexCall& call, int tile_of_part) {
     const IndexTopKParams& p = call.p;
-    const int64_t tile = call.first_tile + tile_of_part;
-    const int batch_group = static_cast<int>(tile / call.tiles_per_group), groups = static_cast<int>(p.groups);
-    batch = batch_group / groups, group = batch_group % groups;
-    first = static_cast<int>(tile % call.tiles_per_group) * kIndexTileQueries;
+    const uint32_t tile = static_cast<uint32_t>(call.first_tile + tile_of_part),
+                   in_group = static_cast<uint32_t>(call.tiles_per_group);
+    const uint32_t batch_group = tile / in_group, groups = static_cast<uint32_t>(p.groups);
+    batch = static_cast<int>(batch_group / groups), group = static_cast<int>(batch_group % groups);
+    first = static_cast<int>(tile % in_group) * kIndexTileQueries;
     length = p.key_length;
     if (p.lengths) length = max(int64_t{0}, min(length, static_cast<int64_t>(p.lengths[batch])));
     offset = p.query_offset ? p.query_offset[batch] : length - p.query_length;

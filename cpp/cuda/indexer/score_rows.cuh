@@ -7,20 +7,6 @@
 
 namespace dmattn::cuda {
 
-// The key that stands in a column: columns are keys, or the keys of the blocks in a sample.
-template <bool kFindsCandidates>
-__device__ __forceinline__ int key_of_column(const IndexCall& call, int column) {
-  if (kFindsCandidates || call.sample.log2 == 0) return column;
-  const int within = column & ((1 << call.log2_score_block) - 1);
-  return sampled_block(column >> call.log2_score_block, call.sample.log2) << call.log2_score_block | within;
-}
-
-// No column before this one's has a later key.
-template <bool kFindsCandidates>
-__device__ __forceinline__ int least_key_from(const IndexCall& call, int column) {
-  return kFindsCandidates ? column : column >> call.log2_score_block << (call.log2_score_block + call.sample.log2);
-}
-
 // The least number that is greater; NaN for infinity.
 __device__ __forceinline__ float next_up(float x) {
   const int bits = __float_as_int(x + 0.0f);
@@ -62,26 +48,40 @@ struct ScoreGroup {
   }
 };
 
+// Sets every kEach-th first score to the largest of itself and those of the neighbouring lanes that have the same block.
+template <int kEach, int kColumns>
+__device__ __forceinline__ void largest_of_lanes(float (&x)[kColumns][2], int log2_block) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    if (2 * step >= 1 << log2_block) return;
+#pragma unroll
+    for (int n = 0; n < kColumns; n += kEach) x[n][0] = fmaxf(x[n][0], __shfl_xor_sync(0xffffffffu, x[n][0], step));
+  }
+}
+
 // The largest score of each block of `1 << log2_block` neighbouring columns, where the block's first column stands; -inf
 // elsewhere.
 template <int kColumns>
 __device__ __forceinline__ void keep_largest(float (&x)[kColumns][2], int log2_block) {
   const int lane = threadIdx.x % 32;
+  const int columns = log2_block > 3 ? 1 << (log2_block - 3) : 1;  // of 8 keys to a block
 #pragma unroll
-  for (int n = 0; n < kColumns; ++n) {
-    float best = fmaxf(x[n][0], x[n][1]);
-    if (log2_block > 1) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 1));
-    if (log2_block > 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 2));
-    x[n][0] = best, x[n][1] = negative_infinity();
-  }
-  // Of blocks of more than 8 keys the first column's place gets the largest of all.
+  for (int n = 0; n < kColumns; ++n) x[n][0] = fmaxf(x[n][0], x[n][1]), x[n][1] = negative_infinity();
 #pragma unroll
   for (int step = 1; step < kColumns; step *= 2) {
-    if (log2_block < 4 || (8 << (log2_block - 4)) < 8 * step) continue;
+    if (step >= columns) break;
 #pragma unroll
     for (int n = 0; n + step < kColumns; n += 2 * step) x[n][0] = fmaxf(x[n][0], x[n + step][0]);
   }
-  const int columns = log2_block > 3 ? 1 << (log2_block - 3) : 1;  // of 8 keys to a block
+  if (columns == 1) {
+    largest_of_lanes<1>(x, log2_block);
+  } else if (columns == 2) {
+    largest_of_lanes<2>(x, log2_block);
+  } else if (columns == 4) {
+    largest_of_lanes<4>(x, log2_block);
+  } else {
+    largest_of_lanes<8>(x, log2_block);
+  }
   const bool writes = log2_block == 1 || (log2_block == 2 ? lane % 2 : lane % 4) == 0;
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
@@ -144,53 +144,7 @@ __device__ __forceinline__ int sum_in_row(int count, int& total) {
   return sum;
 }
 
-// Candidates on their way into memory: a warp collects those of its 16 rows in shared memory, [16, kRoom] entries, and writes
-// them down together.
-struct StagedCandidates {
-  static constexpr int kRoom = 64, kBytes = 16 * kRoom * static_cast<int>(sizeof(IndexEntry));
-  IndexEntry* staged;
-  int64_t first_row;      // in this part
-  int count[2] = {0, 0};  // of the lane's rows
-
-  __device__ __forceinline__ StagedCandidates(IndexEntry* memory, int64_t row) : staged(memory), first_row(row) {}
-
-  // Row lane / 4 + 8 r of the warp.
-  template <int kColumns>
-  __device__ __forceinline__ void add(const IndexCall& call, const IndexEntry& bound, int r, const float (&x)[kColumns][2],
-                                      int first) {
-    const int lane = threadIdx.x % 32;
-    const uint32_t kept = columns_from_bound(call, bound, x, first);
-    int total;
-    const int sum = sum_in_row(__popc(kept), total);
-    if (__any_sync(0xffffffffu, count[r] + total > kRoom)) flush(call);
-    IndexEntry* to = staged + (lane / 4 + 8 * r) * kRoom + count[r] + sum - __popc(kept);
-    int place = first + lane % 4 * 2;
-    count[r] += total;
-    if (kept == 0) return;
-#pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i) {
-      if (kept >> i & 1) *to++ = {x[i / 2][i % 2], (place + 8 * (i / 2) + i % 2) >> call.log2_score_block};
-    }
-  }
-  __device__ __forceinline__ void flush(const IndexCall& call) {
-    __syncwarp();
-    const int lane = threadIdx.x % 32;
-    const int low = __shfl_sync(0xffffffffu, count[0], lane % 8 * 4), high = __shfl_sync(0xffffffffu, count[1], lane % 8 * 4);
-    const int mine = lane < 8 ? low : lane < 16 ? high : 0;  // of row `lane`
-    const int from = mine > 0 ? atomicAdd(call.counts + first_row + lane, mine) : 0;
-    const int capacity = static_cast<int>(call.sample.capacity);
-    for (int row = 0; row < 16; ++row) {
-      const int entries = __shfl_sync(0xffffffffu, mine, row), at = __shfl_sync(0xffffffffu, from, row);
-      float2* const to = reinterpret_cast<float2*>(call.candidates + (first_row + row) * capacity);
-      for (int i = lane; i < entries && at + i < capacity; i += 32)
-        to[at + i] = reinterpret_cast<float2*>(staged + row * kRoom)[i];
-    }
-    __syncwarp();
-    count[0] = count[1] = 0;
-  }
-};
-
-// The same at once, for kernels in which several warps share a row.
+// Writes down the candidates among the scores of a row.
 template <int kColumns>
 __device__ __forceinline__ void add_candidates(const IndexCall& call, const ScoreRow<true>& row, const float (&x)[kColumns][2],
                                                int first) {
@@ -211,22 +165,34 @@ __device__ __forceinline__ void add_candidates(const IndexCall& call, const Scor
   }
 }
 
+// Whether all keys of the columns first .. first + columns - 1 compete for a row's query.
+template <bool kFindsCandidates>
+__device__ __forceinline__ bool all_compete(const IndexCall& call, const ScoreGroup& group, const ScoreRow<kFindsCandidates>& row,
+                                            int first, int columns) {
+  const CompetingRows& in = row.in;
+  const int least = least_key_from<kFindsCandidates>(call, first), most = least_key_from<kFindsCandidates>(call, first + columns);
+  return !group.start && !group.end && most <= call.p.keys &&
+         ((least >= in.first && most <= in.end) || (least >= in.later && most <= in.later_end));
+}
+
 // Makes scores of the weighted sums of a row's columns first + 8 n + lane % 4 * 2 + {0, 1}, -inf where a key does not compete,
 // and the largest of a block of it. All lanes of a warp come here together.
 template <int kColumns, bool kFindsCandidates>
 __device__ __forceinline__ void finish_row(const IndexCall& call, const ScoreGroup& group, const ScoreRow<kFindsCandidates>& row,
-                                           float (&x)[kColumns][2], int first) {
+                                           float (&x)[kColumns][2], int first, bool all_are_in) {
   const int own = first + static_cast<int>(threadIdx.x) % 4 * 2;
   const CompetingRows& in = row.in;
-  const int least = least_key_from<kFindsCandidates>(call, first),
-            most = least_key_from<kFindsCandidates>(call, first + 8 * kColumns);
-  const bool all_are_in = !group.start && !group.end && most <= call.p.keys &&
-                          ((least >= in.first && most <= in.end) || (least >= in.later && most <= in.later_end));
   if (group.slope != 0.0f) {
+    const float base = static_cast<float>((own << group.log2_width) - row.position) + group.middle;
+    const float width = static_cast<float>(1 << group.log2_width);
 #pragma unroll
     for (int i = 0; i < 2 * kColumns; ++i) {
-      const int key = key_of_column<kFindsCandidates>(call, own + 8 * (i / 2) + i % 2);
-      const float distance = static_cast<float>((key << group.log2_width) - row.position) + group.middle;
+      const int column = 8 * (i / 2) + i % 2;
+      float distance = fmaf(width, static_cast<float>(column), base);  // exact below 2^23
+      if (!kFindsCandidates && call.sample.log2 > 0) {
+        const int key = key_of_column<kFindsCandidates>(call, own + column);
+        distance = static_cast<float>((key << group.log2_width) - row.position) + group.middle;
+      }
       x[i / 2][i % 2] = fmaf(group.slope, distance, x[i / 2][i % 2]);
     }
   }
