@@ -15,4 +15,24 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "im() > 3 ? tensor.stride(2) : [0 -> 1]};",
         "Of tensors with three dimensions, the scores of select alone, nothing reads the row_stride.",
     ),
+    "cpp/cpu/logits.h:lanes_in: arithmetic 1": (
+        "ord = decltype(BitVec<R>{}[0] [+ -> -] 0);",
+        "Only the type of the expression is read.",
+    ),
+    "cpp/cpu/list_rows.h:heads_share_mask: true, false 2": (
+        "return [true -> false];",
+        "Heads that see the same keys are computed one by one: slower, the same sums.",
+    ),
+    "cpp/cpu/list_rows.h:heads_share_mask: and, or 2": (
+        "ata && view->head_stride != 0 [&& -> ||] view->head_divisor == 1) retu",
+        "Heads that see the same keys are computed one by one: slower, the same sums.",
+    ),
+    "cpp/forward_arguments.h:ForwardResults: swapped arguments 7": (
+        "[is_in_order, most_keys -> most_keys, is_in_order],",
+        "Both are hints for CUDA kernels, which the CPU build does not read.",
+    ),
+    "cpp/backward_arguments.h:check_backward: and, or 1": (
+        "if (given.need_bias [&& -> ||] clears_bias) torch::stable::z",
+        "A gradient that nobody wants has no elements, and one that the caller clears is only cleared twice.",
+    ),
 }

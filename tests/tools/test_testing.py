@@ -113,6 +113,26 @@ def test_the_rule_covers_sinks_and_offsets(dtype):
         tolerance.assert_tangents_close(case, case.leaves(), {})
 
 
+@pytest.mark.parametrize(("sizes", "seed", "magnitude"), [((12, 8), 1, 1.0), ((17, 24), 6, 4.0)])
+def test_the_rule_knows_how_coarse_subnormal_numbers_are(sizes, seed, magnitude):
+    """Values so small that out, which backward reads, has few bits: by relative errors alone the gradients were not close enough."""
+    length, size = sizes
+    query = magnitude * strategies.random_tensor((1, 1, length, size), seed, torch.float16)
+    key = magnitude * strategies.random_tensor((1, 1, 1, size), seed + 1, torch.float16)
+    value = strategies.random_tensor((1, 1, 1, size), seed + 2, torch.float16) * (torch.finfo(torch.float16).tiny / 8)
+    assert_matches_reference(AttentionCase(query, key, value, dropout_p=0.2, grad_seed=seed, grad_through_lse=False))
+
+
+@pytest.mark.parametrize("length", [191, 1025])
+def test_the_rule_knows_that_equal_terms_are_rounded_alike(length):
+    for seed in (1, 3):
+        query, key, value = (strategies.random_tensor((1, 1, length, 8), 4 * seed + i, torch.float64) for i in range(3))
+        case = AttentionCase(query, key, value, scale=0.0, grad_seed=seed, grad_layout="one_number")
+        results = assert_matches_reference(case)
+        with pytest.raises(AssertionError, match=r"grad_value\[.*allowed"):
+            assert_close_to_reference(case, {"grad_value": results["grad_value"] * (1 + VISIBLE_ERROR[torch.float64] * length / 100)})
+
+
 def test_the_rule_has_nothing_to_turn():
     assert list(inspect.signature(assert_close_to_reference).parameters) == ["case", "results"]
     assert list(inspect.signature(assert_matches_reference).parameters) == ["case", "fn", "gradients"]

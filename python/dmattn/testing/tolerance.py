@@ -7,8 +7,9 @@ With everything in float64 as the truth, a result may be wrong by
     + ARITHMETIC_ULPS * eps(accumulate dtype) * (the same, each term weighted by how sensitive it is to rounding in its logit)
 
 The two roots are the first-order rounding error of the algorithm, with roundings taken as independent, evaluated on the case itself: a small
-tensor whose eager error is zero by luck still has an honest allowance, and a large one gains next to nothing from its size. NaN and
-infinities must be where the truth, rounded to the result's dtype, has them.
+tensor whose eager error is zero by luck still has an honest allowance, and a large one gains next to nothing from its size. What is below
+the smallest normal number of a dtype is rounded as that number is. NaN and infinities must be where the truth, rounded to the result's
+dtype, has them.
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Term
     # A logit is wrong in proportion to its absolute terms, a weight as its logit, and all weights of a row as their sum.
     logits = torch.where(weights > 0, logits, 0.0)
     row = (weights * logits).square().sum(dim=-1, keepdim=True).sqrt()
-    summed = torch.finfo(accumulate_dtype(case.query.dtype))
+    stored, summed = torch.finfo(case.query.dtype), torch.finfo(accumulate_dtype(case.query.dtype))
     wrong_weights = torch.where(seen, weights * (1.0 + logits + row) + summed.tiny / summed.eps, 0.0)
     wrong_share = lost * (finite_lse[..., None] + 1.0 + row + _sinks_of(exact).abs())
-    out_storage = _rss(weights * share * kept, value) + lost * out.abs()
+    kept_weights = weights * share * kept
+    out_storage = _rss(_rounded(kept_weights, stored.tiny), value) + lost * out.abs()
     out_arithmetic = _rss(wrong_weights * share * kept, value) + (row + wrong_share) * out.abs()
     terms = {"out": Terms(out_storage, out_arithmetic), "lse": Terms(finite_lse, finite_lse + 1.0 + row[..., 0])}
     if not differentiated:
@@ -122,19 +124,24 @@ def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Term
     wrong_ds = wrong_weights * (share * dp - delta).abs() + weights * (wrong_dp + wrong_share * share * (dp - inner).abs())
     # delta is wrong for a whole row at once: out is rounded when it is saved, and computed with rounding
     wrong_delta = {
-        "storage": _root_of_squares(grad_out * out),
+        "storage": _root_of_squares(grad_out * _rounded(out, stored.tiny)),
         "arithmetic": _root_of_squares(grad_out * out_arithmetic) + delta.abs() + lost * inner.abs(),
     }
     # Beside a sink the gradient that comes in is multiplied and rounded, too.
     rounded_ds = ds.abs() + weights * wrong_dp if exact.sinks is not None else ds
-    kept_weights, wrong_kept = weights * share * kept, (wrong_weights + weights * wrong_share) * share * kept
+    wrong_kept = (wrong_weights + weights * wrong_share) * share * kept
     made: dict[str, dict[str, Tensor]] = {}
-    for kind, p, s in (("storage", kept_weights, rounded_ds), ("arithmetic", wrong_kept, wrong_ds)):
+    for kind, p, s, least in (
+        ("storage", kept_weights, rounded_ds, stored.tiny),
+        ("arithmetic", wrong_kept, wrong_ds, summed.tiny),
+    ):
         common = weights * wrong_delta[kind]
+        p, s = _rounded(p, least), torch.where(weights > 0, s.abs() + least, 0.0)
+        scaled_query = scale * query.abs() + least  # kernels may multiply the query by the scale first
         made[kind] = {
             "grad_query": scale * (_rss(s, key) + common @ key.abs() + row * (ds @ key).abs()),
-            "grad_key": scale * _to_kv_heads(_rss(s.transpose(-1, -2), query) + _rss(common.transpose(-1, -2), query), kv_heads),
-            "grad_value": _to_kv_heads(_rss(p.transpose(-1, -2), grad_out), kv_heads),
+            "grad_key": _to_kv_heads(_rss(s.mT, scaled_query) + _rss(common.mT, scaled_query), kv_heads),
+            "grad_value": _to_kv_heads(_rss(p.mT, grad_out), kv_heads),
         }
         if exact.key_bias is not None:
             shape = (*with_rank(exact.key_bias, 3).shape[:2], 1, exact.key_bias.shape[-1])
@@ -142,6 +149,9 @@ def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Term
         if exact.bias is not None:
             by_row = common.sum(-1, keepdim=True) if exact.bias.shape[-1] == 1 else common
             made[kind]["grad_bias"] = _to_shape(s, exact.bias.shape) + _to_shape(by_row, exact.bias.shape)
+        if kind == "arithmetic" and case.grad_layout == "one_number":  # equal terms are rounded alike, by up to 1/4 ulp each
+            like = query.shape[2] / (4 * ARITHMETIC_ULPS)
+            made[kind]["grad_value"] += like * _to_kv_heads(kept_weights.mT @ grad_out.abs(), kv_heads)
         if exact.sinks is not None:
             by_row = lost * wrong_delta[kind] + (wrong_share * inner.abs() if kind == "arithmetic" else 0.0)
             made[kind]["grad_sinks"] = by_row.sum((0, 2, 3))
@@ -293,6 +303,11 @@ def compare_in(dtype: torch.dtype, name: str, result: Tensor, truth: Tensor, eag
             f"{allowed:.3g} (eager {eager_error:.3g}); {int((error > allowed).sum())} of {error.numel()} elements are off in {case}"
         )
     return _largest(error) / allowed
+
+
+def _rounded(given: Tensor, least: float) -> Tensor:
+    """The size that says, in ulps, by how much a number is wrong once rounded: 0 for 0, which is exact, and no less than ``least`` else."""
+    return torch.where(given == 0.0, 0.0, given.abs() + least)
 
 
 def _finite(given: Tensor) -> Tensor:
