@@ -130,7 +130,9 @@ def test_the_rule_knows_that_equal_terms_are_rounded_alike(length):
         case = AttentionCase(query, key, value, scale=0.0, grad_seed=seed, grad_layout="one_number")
         results = assert_matches_reference(case)
         with pytest.raises(AssertionError, match=r"grad_value\[.*allowed"):
-            assert_close_to_reference(case, {"grad_value": results["grad_value"] * (1 + VISIBLE_ERROR[torch.float64] * length / 100)})
+            assert_close_to_reference(
+                case, {"grad_value": results["grad_value"] * (1 + VISIBLE_ERROR[torch.float64] * length / 100)}
+            )
 
 
 def test_the_rule_has_nothing_to_turn():
