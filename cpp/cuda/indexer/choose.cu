@@ -346,8 +346,9 @@ struct RowOfPart {
 
 // scores [rows of this part, row_stride] of the sample -> bounds. room: for so many numbers in shared memory.
 template <int kWarps>
-__global__ __launch_bounds__(kWarps * 32, 32 / kWarps) void index_bounds_kernel(const __grid_constant__ IndexCall call,
-                                                                                int room) {
+__global__ __launch_bounds__(kWarps * 32,
+                             kWarps == 1 ? 24 : 32 / kWarps) void index_bounds_kernel(const __grid_constant__ IndexCall call,
+                                                                                      int room) {
   __shared__ Shared<kWarps> s;
   const RowOfPart own(call);
   if (!own.is_real) return;
@@ -380,8 +381,9 @@ __device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& ca
 
 // Scores or candidates -> indices and scores [B, G, Sq, K]. A block of threads for each row.
 template <int kWarps, bool kSampled>
-__global__ __launch_bounds__(kWarps * 32, 32 / kWarps) void index_choice_kernel(const __grid_constant__ IndexCall call,
-                                                                                int room) {
+__global__ __launch_bounds__(kWarps * 32,
+                             kWarps == 1 ? 24 : 32 / kWarps) void index_choice_kernel(const __grid_constant__ IndexCall call,
+                                                                                      int room) {
   __shared__ Shared<kWarps> s;
   const RowOfPart own(call);
   if (!own.is_real) return;
