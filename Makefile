@@ -34,7 +34,7 @@ help:  ## say what there is
 demo: $(VENV)/demo.ready build  ## train a small language model on real text, export it, compare with SDPA (TEXT=path for your own; DEMO_ARGS=--long)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/train_language_model.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_ARGS)
 
-test: $(VENV)/test.ready build  ## build, and run a quick set: at most two cases of every test, without those that take long
+test: $(VENV)/test.ready build  ## build, and run a quick set: two cases of most tests, without those that take long
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 test-all: $(VENV)/test.ready build  ## build, and run the whole test suite

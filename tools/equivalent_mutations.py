@@ -35,4 +35,20 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "if (given.need_bias [&& -> ||] clears_bias) torch::stable::z",
         "A gradient that nobody wants has no elements, and one that the caller clears is only cleared twice.",
     ),
+    "python/dmattn/attention.py:selected_attention: true, false 1": (
+        "sor | None, is_causal: bool = [True -> False],",
+        "Both callers say whether they are causal.",
+    ),
+    "python/dmattn/varlen.py:packed_lists: comparison 4": (
+        "inside = (entries >= 0) & ([entries < end_key - first_key -> (entries <= end_key - first_key)])",
+        "Such an entry is the key behind the document, which is hidden from its queries, or no key at all, and stands for none.",
+    ),
+    "python/dmattn/testing/strategies.py:attention_cases: arithmetic 1": (
+        "udes[n] * random_tensor(size, [seed + n -> (seed - n)], dtype, device),",
+        "Any seeds that differ from each other draw numbers as good.",
+    ),
+    "python/dmattn/composed.py:visible_in_lists: arithmetic 1": (
+        "blocks = [-(-keys[1] // block) - first -> (-(-keys[1] // block) + first)]",
+        "The table gets more columns than there are blocks, which nothing reads.",
+    ),
 }

@@ -283,6 +283,7 @@ def test_lse_comes_if_asked():
         two_ways.assert_same_in_another_order(x, y, torch.float32)
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

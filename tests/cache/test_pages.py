@@ -251,6 +251,7 @@ def one(**changes):
     return cache, dict(zip(("query", "key", "value", "scores"), tokens(5), strict=True)) | {"names": ["a"]} | changes
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -269,6 +270,7 @@ def test_refused_tokens_leave_no_trace(changes, error, message):
     assert cache.length("a") == cache.pages_held("a") == 0
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

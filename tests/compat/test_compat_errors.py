@@ -237,6 +237,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name):
     call, error, message = BAD[name]

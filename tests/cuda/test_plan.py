@@ -530,3 +530,5 @@ def test_plans_in_words(capsys):
     arguments = parser.parse_args(["plan", "--device", "sm80", "--family", "sm90"])
     arguments.run(arguments)
     assert "backward: refused: dmattn: DMATTN_FAMILY: sm90 needs a device" in capsys.readouterr().out
+    call = plan.described(parser.parse_args(["plan"]))
+    assert [call[name] for name in ("batch", "heads", "kv_heads", "query_length", "head_dim")] == [1, 32, 32, 8192, 128]

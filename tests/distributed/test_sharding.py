@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 
+import dmattn
 import pytest
 import rank_sharding
 import torch
 from dmattn import sharding
+from dmattn.testing import strategies
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 LAYOUTS = [("batch",), ("heads",), ("none",)]
 
@@ -75,6 +80,24 @@ def test_what_no_rank_could_compute_alone_is_refused(device_ranks):
         assert answers.keys() == BAD.keys()
         for name, message in BAD.items():
             assert re.match(message, answers[name]), f"{name}: {answers[name]}"
+
+
+def test_the_first_of_two_ranks_computes_its_batch():
+    """In one process, whose group sends nothing."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        tensors = [strategies.random_tensor((2, heads, 20, 8), heads) for heads in (4, 2, 1)]
+        query, key, value = tensors[0], tensors[1], tensors[1].flip(2)
+        own = [DTensor.from_local(given[:1], mesh, [Shard(0)]) for given in (query, key, value, key[..., 0])]
+        expected = dmattn.dynamic_mask_attention(query, key, value, key[..., 0], 4, local=3, sink_keys=1)
+        out = dmattn.dynamic_mask_attention(*own, 4, local=3, sink_keys=1)
+        assert torch.equal(out.to_local(), expected[:1])
+        for bias in (tensors[2][..., 0], tensors[2][:1, :, :, 0]):
+            out = dmattn.attention(*own[:3], key_bias=bias)
+            assert torch.equal(out.to_local(), dmattn.attention(query, key, value, key_bias=bias)[:1])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_softplus_of_dtensors_is_that_of_torch():

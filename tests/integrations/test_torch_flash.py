@@ -126,6 +126,18 @@ def test_flash_comes_first_in_the_order_of_backends():
     assert torch_flash._flash_first([cudnn, flash, 2, 0]) == [flash, cudnn, 2, 0]
 
 
+def test_the_order_of_backends_is_put_back(monkeypatch):
+    """As on a GPU, where torch chooses by that order."""
+    given, zeros, before = torch_flash.Activated("CPU"), torch.zeros, torch._C._get_sdp_priority_order()
+    monkeypatch.setattr(torch, "zeros", lambda size, *, dtype, device: zeros(size, dtype=dtype))
+    try:
+        given._put_flash_first()
+        assert torch._C._get_sdp_priority_order() == torch_flash._flash_first(before)
+    finally:
+        given.remove()
+    assert torch._C._get_sdp_priority_order() == before
+
+
 # Dense calls -----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -368,6 +380,7 @@ def test_what_is_not_taken_goes_to_the_kernel_before_and_is_said_once(caplog):
 FOUR, NO_DROPOUT = torch.zeros(4, 1, 8), (4, 4, 0.0, False, False)
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -382,6 +395,7 @@ def test_reasons(activated, more, message):
         aten._flash_attention_forward(*given, None, None, 9, 9, 0.0, False, False, **more)
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [

@@ -115,6 +115,15 @@ def test_the_indexers_alone_learn_from_their_loss(checkpointing):
             assert (gradient is not None) == ((".indexer." in name) == is_own), name
 
 
+def test_a_pass_without_a_loss_leaves_none_of_an_earlier_pass():
+    model, tokens = converted_of().train(), distinct(1, 12)
+    cache = transformers.DynamicCache(config=model.config)
+    for part in tokens.split([8, 4], 1):
+        model(input_ids=part, past_key_values=cache)
+    with pytest.raises(ValueError, match="got no score loss from layer 0"):
+        score_loss_of(model)
+
+
 def test_a_dense_stage_teaches_the_indexers_what_the_sparse_one_reads():
     """The two stages of DeepSeek's: with the indexers trained alone, the sparse model is nearer to the dense one than it was."""
     model, tokens = set_dense(converted_of(window=8).train(), True), distinct(8, 60)

@@ -183,6 +183,13 @@ def test_heads_beyond_the_kernels_are_attended_to(name):
     assert_close(found[1], found[0])
 
 
+def test_listed_blocks_of_a_layer_without_an_indexer_are_keys():
+    listed = torch.tensor([[[0, 3]] * 6, [[1, -1]] * 6])
+    expected, _ = attention_forward(Layer(), *wide(16), None, is_causal=False, indices=listed)
+    out, _ = attention_forward(Layer(), *wide(16), None, is_causal=False, block_indices=listed[:, None])
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -280,11 +287,26 @@ def test_an_enabled_indexer_makes_nothing_for_all_pairs(name):
     assert_close(copied(input_ids=tokens).logits, model(input_ids=tokens).logits)
 
 
+def test_blocks_are_counted_from_the_first_token():
+    model, tokens = enable_index_top_k(choosing("qwen4_exp")), distinct(1, vocabulary=64)
+    filled, padding = torch.nn.functional.pad(tokens, (3, 0)), (torch.arange(23) >= 3).long()[None]
+    with torch.no_grad():
+        alone = model(input_ids=tokens, use_cache=False).logits
+        assert_close(model(input_ids=filled, attention_mask=padding, use_cache=False).logits[:, 3:], alone)
+        model = choosing("qwen4_exp")
+        model.set_attn_implementation("eager")
+        assert_close(alone, model(input_ids=tokens, use_cache=False).logits)
+
+
 def test_blocks_of_packed_sequences_are_refused():
     model = enable_index_top_k(choosing("qwen4_exp"))
     positions = torch.cat((torch.arange(12), torch.arange(8))).expand(2, -1)
     with pytest.raises(ValueError, match="position_ids: expected one sequence in each row for Qwen4's indexer"):
         model(input_ids=distinct(vocabulary=64), position_ids=positions, use_cache=False)
+    hidden, beside_padding = torch.zeros(1, 4, 32), IntervalMask.documents(4, ids=torch.tensor([-1, 0, 0, 1])).to_tensor()
+    angles = model.model.rotary_emb(hidden, torch.arange(4)[None])
+    with pytest.raises(ValueError, match="position_ids: expected one sequence in each row for Qwen4's indexer"):
+        model.model.layers[0].self_attn(hidden, angles, beside_padding)
     model = choosing("qwen4_exp")
     for layer in model.model.layers:
         layer.self_attn.indexer.compress_ratio = 3

@@ -381,6 +381,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused(call, error, message):
     with pytest.raises(error, match=re.escape(message)):

@@ -655,6 +655,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 def test_refused(call, error, message):
@@ -710,6 +711,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
 def test_a_hand_made_block_mask_is_checked(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -70,6 +70,7 @@ def test_lifetimes_are_bars_from_start_to_end(name):
     (bars,) = ax.collections
     drawn = {round((box.x0 + box.x1) / 2): (box.y0, box.y1) for box in (path.get_extents() for path in bars.get_paths())}
     bottom, top = ax.get_ylim()
+    assert ax.get_xlim() == (-0.5, 199.5)
     for key in range(200):
         start = mask.start[1 % mask.start.shape[0], 1 % mask.start.shape[1], key]
         end = mask.end[1 % mask.end.shape[0], 1 % mask.end.shape[1], key]

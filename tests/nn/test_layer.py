@@ -667,6 +667,35 @@ def test_a_second_window_compiles_once_more_and_a_third_no_more():
     assert counter.frame_count <= 2
 
 
+class Loss(torch.nn.Module):
+    def forward(self, query, key, scores):
+        return score_loss(query, key, scores, local=2, queries=8)
+
+
+def test_the_loss_is_exported_for_any_batch():
+    given = [tensor((3, *size), n) for n, size in enumerate(((4, 20, 8), (2, 20, 8), (2, 20)))]
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(Loss(), tuple(x[:2] for x in given), dynamic_shapes=({0: batch},) * 3)
+    torch.manual_seed(1)
+    exported = program.module()(*given)
+    torch.manual_seed(1)
+    torch.testing.assert_close(exported, Loss()(*given))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no ranks")
+def test_a_group_of_one_rank_changes_nothing():
+    layer, hidden = DynamicMaskAttention.recommended(64, 4, 8, num_kv_heads=2), tensor((2, 20, 64), 0)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        found = []
+        for group in (None, torch.distributed.group.WORLD):
+            torch.manual_seed(1)
+            found.append(layer.eval()(hidden, with_score_loss=True, group=group))
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_export_with_a_dynamic_length():
     layer = layer_of(**RECOMMENDED).eval()
     length = torch.export.Dim("length", min=2, max=4096)

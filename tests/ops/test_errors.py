@@ -230,6 +230,7 @@ PUBLIC = {
     "layer local heads without local": (lambda: DynamicMaskAttention(64, 4, recipe=ScoreRecipe.doge(local_heads=1)), ValueError, "local_heads: expected fewer than the 4 key heads, and local > 0, got 1 with local=0"),
     "layer score": (lambda: ScoreRecipe(score="log"), ValueError, "score: expected 'exp', 'linear' or a torch.nn.Module, got 'log'"),
     "layer score of another width": (lambda: DynamicMaskAttention(64, 4, recipe=ScoreRecipe(score=torch.nn.Linear(64, 3)))(rows(1, 5, 64)), ValueError, "score: expected [B, S, Hkv] with B=1, S=5, Hkv=4, got [1, 5, 3]"),
+    "layer recipe": (lambda: DynamicMaskAttention(64, 4, recipe="doge"), TypeError, "recipe: expected None or a ScoreRecipe, got str"),
     "layer recency": (lambda: ScoreRecipe(recency=0.0), ValueError, "recency: expected None, or a number > 0, got 0.0"),
     "layer recency without causality": (lambda: DynamicMaskAttention(64, 4, is_causal=False, recipe=ScoreRecipe.doge(recency=0.1)), ValueError, "recency: expected None with is_causal=False, got 0.1"),
     "layer score loss without causality": (lambda: DynamicMaskAttention(64, 4, is_causal=False)(rows(1, 5, 64), with_score_loss=True), ValueError, "with_score_loss: expected False with is_causal=False"),
@@ -288,6 +289,7 @@ PUBLIC = {
     "base of four heads": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, base=IntervalMask.top_k(torch.rand(1, 4, 12), 3)), ValueError, "base: expected [B|1, G|1, Sk] with B=2, G=2, got [1, 4, 12]"),
     "index base of other keys": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, base=IntervalMask.sliding_window(11, 3)), ValueError, "base: expected a mask for 12 keys, got one for 11"),
     "base that is a tensor": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, base=torch.ones(10, 12) > 0), TypeError, "base: expected an IntervalMask, got Tensor"),
+    "index pages of rank 3": (lambda: dmattn.index_top_k(IQ, rows(4, 16, 8), IW, 3, page_table=torch.zeros(2, 2, dtype=torch.int32), lengths=LENGTHS), ValueError, "index_key: expected 4 dimensions [pages, page_size, G, Di], got shape [4, 16, 8]"),
     "page_table without lengths": (lambda: dmattn.index_top_k(IQ, rows(4, 16, 2, 8), IW, 3, page_table=torch.zeros(2, 2, dtype=torch.int32)), ValueError, "lengths: expected int32 [B] with page_table, got None"),
     "query_offset of three": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, query_offset=torch.zeros(3, dtype=torch.int64)), ValueError, "query_offset: expected an int or a tensor [] or [B] with B=2, got [3]"),
     "rows beyond": (lambda: dmattn.index_scores(IQ, IK, IW, rows=torch.tensor([10])), ValueError, "rows: expected numbers from 0 to 9, got [10]"),
@@ -388,6 +390,7 @@ PUBLIC = {
 }  # fmt: skip
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(("call", "error", "message"), PUBLIC.values(), ids=PUBLIC)
 def test_public_call(call, error, message):
     with pytest.raises(error, match=re.escape(message)) as caught:

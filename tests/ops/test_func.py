@@ -197,6 +197,10 @@ def assert_close(ours, expected):
         torch.testing.assert_close(a, b)
 
 
+def test_tangents_of_tangents(small_tiles):
+    assert_close(TRANSFORMS["jvp of jvp"](ours), TRANSFORMS["jvp of jvp"](specified))
+
+
 @pytest.mark.parametrize("fn", [ours, direct], ids=["attention", "the op"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms(name, fn, request):

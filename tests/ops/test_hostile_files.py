@@ -303,6 +303,13 @@ def test_a_cache_refuses_a_state_that_no_tokens_leave(name, at, number):
     assert_same_bits(before, cache.state_dict())
 
 
+def test_a_state_of_fewer_slots_is_left_to_torch():
+    cache, state = bounded(), bounded().state_dict()
+    state["position"] = state["position"][..., 1:]
+    with pytest.raises(RuntimeError, match="size mismatch for position"):
+        cache.load_state_dict(state)
+
+
 def test_an_empty_slot_has_no_score():
     cache, state = bounded(), bounded().state_dict()
     state["score"][0, 0, 6] = 1.0

@@ -458,6 +458,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD)
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):

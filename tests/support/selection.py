@@ -1,7 +1,7 @@
 """Which tests run: ``--quick``, the marker ``gpu``, and DMATTN_SHARD=1/4, which runs the first of four parts of those selected.
 
-``--quick`` is what ``make test`` runs: every test function that is not marked ``slow`` or ``long``, with at most a few of its cases. So a
-new test is part of it, and many cases of one test do not make it long.
+``--quick`` is what ``make test`` runs: every test function that is not marked ``slow`` or ``long``, with at most a few of its cases, or
+all of them if it is marked ``brief``. So a new test is part of it, and many cases of one test do not make it long.
 
 A test that takes the fixture ``device`` runs on a GPU when there is one, and carries the marker then. Another that needs a GPU is marked
 by hand. Forgetting that cannot pass unseen: without the marker it is not skipped where there is no GPU, and fails there.
@@ -17,8 +17,9 @@ from collections.abc import Generator, Iterable, Sequence
 import pytest
 from devices import DEVICE
 
-# With --quick: cases of a test function, and markers of those that do not run.
+# With --quick: cases of a test function, the marker of those that run all of theirs, and markers of those that do not run.
 QUICK_CASES = 2
+BRIEF = "brief"
 NOT_QUICK = {"slow", "long"}
 
 
@@ -48,11 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def quick_set(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """At most QUICK_CASES of each test function without a marker of NOT_QUICK: cases that run before those that are skipped here."""
+    """At most QUICK_CASES of each test function without a marker of NOT_QUICK: cases that run before those that are skipped here. All that
+    are BRIEF."""
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not any(item.get_closest_marker(name) for name in NOT_QUICK):
-            functions[item.nodeid.partition("[")[0]].append(item)
+            functions[item.nodeid if item.get_closest_marker(BRIEF) else item.nodeid.partition("[")[0]].append(item)
     return [case for cases in functions.values() for case in sorted(cases, key=quick_order)[:QUICK_CASES]]
 
 

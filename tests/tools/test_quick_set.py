@@ -129,7 +129,9 @@ def test_the_quick_set_has_some_cases_of_every_function():
     cases = [Item(f"a.py::many[{i}]", *["skip"] * (i % 2)) for i in range(20)]
     others = [Item("a.py::one"), Item("b.py::many"), Item("a.py::gpu[0]", "skip")]
     left_out = [Item("a.py::minutes", "slow"), Item("a.py::programs", "long")]
-    chosen = selection.quick_set([*cases, *others, *left_out])
+    brief = [Item(f"a.py::errors[{i}]", "brief") for i in range(9)]
+    chosen = selection.quick_set([*cases, *others, *left_out, *brief])
+    assert {*brief} <= {*chosen}
     assert {*others} == {item for item in {*others, *left_out} if item in chosen}
     of_many = [item for item in chosen if item.nodeid.startswith("a.py::many")]
     assert len(of_many) == selection.QUICK_CASES

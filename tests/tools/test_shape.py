@@ -14,6 +14,7 @@ from dmattn import shape_times
 from dmattn.shape_times import Candidate, Inputs, Shape
 from dmattn_bench import two_ways
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import create_block_mask
 
 SMALL = Shape(2, 4, 2, 16, 200, 32, 8, 4, torch.float32, "cpu")
 ARGUMENTS = {"batch": 2, "heads": 4, "kv-heads": 2, "head-dim": 16, "length": 200, "window": 32, "local": 8, "sink-keys": 4}
@@ -147,6 +148,13 @@ def test_flex_attention_is_compiled_and_computes_a_sliding_window():
     two_ways.assert_same_in_another_order(found.attend(), expected, torch.float32)
 
 
+@pytest.mark.parametrize("window", [1, 200])
+def test_blocks_of_a_sliding_window_are_those_of_its_function(window):
+    ours = shape_times.sliding_blocks(window, 700, "cpu")
+    theirs = create_block_mask(ours.mask_mod, None, None, 700, 700, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+
+
 def test_a_compiler_that_takes_too_long_is_interrupted(monkeypatch):
     monkeypatch.setattr(shape_command, "LEAST_COMPILE_SECONDS", 0.01)
     monkeypatch.setattr(Inputs, "sliding", lambda self: time.sleep(60))
@@ -174,6 +182,7 @@ def test_what_does_not_fit_is_cut_skipped_or_refused(monkeypatch):
         shape_command.fit(asked, 3)
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(
     ("dense", "begins"),
     [

@@ -32,6 +32,7 @@ from dmattn.testing import (
     strategies,
     tolerance,
 )
+from dmattn.testing.features import PREDICATES
 from dmattn_bench import two_ways
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
@@ -367,6 +368,13 @@ def test_features_are_those_of_the_arguments():
     assert features_of(lambda q, k, v, attn_mask: q) == general | boolean | {"is_causal"}
     assert features_of(torch_attention) == general | boolean | {"is_causal", "scale"}
     assert features_of(dmattn.attention) == set(FEATURES)
+
+
+def test_one_tensor_in_another_order_has_strides():
+    tensors = [torch.zeros(1, 2, 3, 8) for _ in range(3)]
+    assert not PREDICATES["strides"](AttentionCase(*tensors))
+    tensors[1] = torch.zeros(1, 2, 8, 3).transpose(2, 3)
+    assert PREDICATES["strides"](AttentionCase(*tensors))
 
 
 @settings(max_examples=15)
