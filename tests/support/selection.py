@@ -49,8 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def quick_set(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """At most QUICK_CASES of each test function without a marker of NOT_QUICK: cases that run before those that are skipped here. All that
-    are BRIEF."""
+    """At most QUICK_CASES of each test function without a marker of NOT_QUICK, and all cases of one that is BRIEF: cases that run before
+    those that are skipped here."""
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not any(item.get_closest_marker(name) for name in NOT_QUICK):

@@ -45,7 +45,7 @@ struct Row {
     extern __shared__ uint2 numbers[];
     return numbers;  // a thread reads what it wrote itself
   }
-  // Calls use(x) for each of the thread's numbers; the first time that is `each_first`.
+  // Calls use(x) for each of the thread's numbers: `each_first` the first time, which reads them, and `each` from then on.
   template <class Use>
   __device__ __forceinline__ void each_first(Use use) const {
 #pragma unroll 4
@@ -443,7 +443,7 @@ cudaError_t launch_index_bounds(const IndexCall& call, cudaStream_t stream) {
 }
 
 cudaError_t launch_index_choice(const IndexCall& call, cudaStream_t stream) {
-  if (call.sample.log2 > 0) {  // few rows have so many candidates that there is no room for them in shared memory
+  if (call.sample.log2 > 0) {  // with room for the candidates of most rows: three standard deviations above the mean
     const double rank = call.sample.rank, most = (rank + 3.0 * std::sqrt(rank)) * (1 << call.sample.log2);
     return launch_choice<true>(call, std::min(call.sample.capacity, static_cast<int64_t>(most)), stream);
   }

@@ -1,6 +1,7 @@
 // Scores of an indexer with few heads, as models of grouped queries have them. A warp keeps 16 queries of all heads in registers,
 // and chunk after chunk of keys passes by, read from global memory the way mma takes them: warps share nothing and never wait for
-// one another. The four warps of a block have 64 queries; where a tile has no more than 16, as in decoding, they share its keys.
+// one another. The four warps of a block have 64 queries; where a tile has no more than 16, as in decoding, each warp takes some
+// of its keys.
 #include "../common/kernel_limits.cuh"
 #include "score_inputs.cuh"
 #include "score_rows.cuh"
@@ -136,7 +137,8 @@ __device__ __forceinline__ void load_queries(const IndexCall& call, const IndexQ
   }
 }
 
-// The keys of a chunk. Behind the last key earlier ones stay: what does not compete is taken out of the scores.
+// The keys of a chunk. Places behind the last key hold earlier keys, or zero: their scores become -inf with all that do not
+// compete.
 template <int kSteps, bool kFindsCandidates>
 struct KeyChunk {
   Pieces<kSteps> of[kColumns] = {};
@@ -198,10 +200,10 @@ __device__ __forceinline__ void sum_heads(const IndexCall& call, const uint32_t 
 
 // The keys that compete for all queries of a warp: two ranges, or none.
 template <bool kFindsCandidates>
-struct SharedKeys {
+struct CommonKeys {
   int first, end, later, later_end;
 
-  __device__ __forceinline__ SharedKeys(const IndexCall& call, const ScoreGroup& group,
+  __device__ __forceinline__ CommonKeys(const IndexCall& call, const ScoreGroup& group,
                                         const ScoreRow<kFindsCandidates> (&rows)[2])
       : first(0), end(static_cast<int>(call.p.keys)), later(0), later_end(end) {
     if (group.start || group.end) end = later_end = 0;
@@ -284,7 +286,7 @@ __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
   const ScoreGroup group(p, at);
   const ScoreRow<kFindsCandidates> of_lane[2] = {{call, at, tile, warp_row + lane / 4, rows},
                                                  {call, at, tile, warp_row + lane / 4 + 8, rows}};
-  const SharedKeys<kFindsCandidates> shared_keys(call, group, of_lane);
+  const CommonKeys<kFindsCandidates> common_keys(call, group, of_lane);
   const Bounds bounds(of_lane);
   StagedCandidates candidates(shared_address(shared) + warp * StagedCandidates::kBytes, tile * kIndexTileQueries + warp_row);
 
@@ -296,7 +298,7 @@ __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
       sum_heads<T, false>(call, a, weight, keys, first + step, x);
     }
     const int own = first + lane % 4 * 2;
-    const bool all_compete = shared_keys.hold(call, first);
+    const bool all_compete = common_keys.hold(call, first);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       finish_row(call, group, of_lane[r], x[r], first, all_compete);

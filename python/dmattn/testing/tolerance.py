@@ -7,8 +7,8 @@ With everything in float64 as the truth, a result may be wrong by
     + ARITHMETIC_ULPS * eps(accumulate dtype) * (the same, each term weighted by how sensitive it is to rounding in its logit)
 
 The two roots are the first-order rounding error of the algorithm, with roundings taken as independent, evaluated on the case itself: a small
-tensor whose eager error is zero by luck still has an honest allowance, and a large one gains next to nothing from its size. What is below
-the smallest normal number of a dtype is rounded as that number is. NaN and infinities must be where the truth, rounded to the result's
+tensor whose eager error is zero by luck still has an honest allowance, and a large one gains next to nothing from its size. A number below
+the smallest normal one of its dtype is rounded to the same step as that. NaN and infinities must be where the truth, rounded to the result's
 dtype, has them.
 """
 
@@ -149,7 +149,7 @@ def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Term
         if exact.bias is not None:
             by_row = common.sum(-1, keepdim=True) if exact.bias.shape[-1] == 1 else common
             made[kind]["grad_bias"] = _to_shape(s, exact.bias.shape) + _to_shape(by_row, exact.bias.shape)
-        if kind == "arithmetic" and case.grad_layout == "one_number":  # equal terms are rounded alike, by up to 1/4 ulp each
+        if kind == "arithmetic" and case.grad_layout == "one_number":  # a running sum of n equal terms may be n / 4 ulps off
             like = query.shape[2] / (4 * ARITHMETIC_ULPS)
             made[kind]["grad_value"] += like * _to_kv_heads(kept_weights.mT @ grad_out.abs(), kv_heads)
         if exact.sinks is not None:
@@ -306,7 +306,7 @@ def compare_in(dtype: torch.dtype, name: str, result: Tensor, truth: Tensor, eag
 
 
 def _rounded(given: Tensor, least: float) -> Tensor:
-    """The size that says, in ulps, by how much a number is wrong once rounded: 0 for 0, which is exact, and no less than ``least`` else."""
+    """How large a number counts where it is rounded: ``least``, the smallest normal number, more than it is, or 0 for 0, which is exact."""
     return torch.where(given == 0.0, 0.0, given.abs() + least)
 
 
