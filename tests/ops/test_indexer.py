@@ -280,6 +280,22 @@ def test_strided_and_unaligned_inputs(device, dtype):
     assert torch.equal(dmattn.index_top_k(*as_projected, weights, 7).indices, expected.indices)
 
 
+def test_one_bound_alone(device, dtype):
+    """The op takes either bound without the other, whose place has every key visible from the first query on, or for ever."""
+    indexer = Indexer.exact(1, 2, 30, 41, 3, dtype, device)
+    draw = torch.Generator().manual_seed(0)
+    start, end = (torch.randint(low, 41, (1, 1, 41), generator=draw).int().to(device) for low in (0, 20))
+
+    def chosen(start, end):
+        given = (indexer.query, indexer.key, indexer.weights.to(torch.promote_types(dtype, torch.float32)), indexer.slope, start, end)
+        return torch.ops.dmattn.index_top_k(*given, None, None, 41, 6, 1, False, True, 0, 0, 0.25, False)[0]
+
+    assert torch.equal(chosen(start, None), chosen(start, torch.full_like(end, 41)))
+    assert torch.equal(chosen(None, end), chosen(torch.zeros_like(start), end))
+    assert not torch.equal(chosen(start, None), chosen(None, None))
+    assert not torch.equal(chosen(None, end), chosen(None, None))
+
+
 def test_selection_has_no_gradient(device, dtype):
     query, key, weights = (
         tensor((1, 1, *size), n, dtype, device).requires_grad_() for n, size in enumerate(((9, 2, 8), (9, 8), (9, 2)))
