@@ -128,7 +128,11 @@ def test_index_loss(keys, block, is_pooled, way):
     choices = (listed if way == "lists" else blocks) if is_pooled else columns
     sizes = ((2, 3, 2, rows, columns), (2, 3, 4, rows, choices), (2, 3, rows, 4), (3,), (1, 3, 1, keys), (2, 3, 2, rows))
     logits, products, weights, slope, key_bias, lse = (torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes)
-    lists = torch.stack([torch.randperm(blocks + 2, generator=draw)[:listed] - 1 for _ in range(2 * rows)]).int().view(2, 1, rows, listed)
+    lists = (
+        torch.stack([torch.randperm(blocks + 2, generator=draw)[:listed] - 1 for _ in range(2 * rows)])
+        .int()
+        .view(2, 1, rows, listed)
+    )
     positions = torch.tensor([0, keys // 3, keys // 2, keys - 1, keys + 5])
     end = torch.where(torch.arange(keys) % 3 == 0, 0, 2 * keys).int().view(1, 1, keys)
     given = (logits, products, weights, slope / keys, key_bias, None if way == "all" else lse + 9, positions)

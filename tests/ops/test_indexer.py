@@ -287,7 +287,14 @@ def test_one_bound_alone(device, dtype):
     start, end = (torch.randint(low, 41, (1, 1, 41), generator=draw).int().to(device) for low in (0, 20))
 
     def chosen(start, end):
-        given = (indexer.query, indexer.key, indexer.weights.to(torch.promote_types(dtype, torch.float32)), indexer.slope, start, end)
+        given = (
+            indexer.query,
+            indexer.key,
+            indexer.weights.to(torch.promote_types(dtype, torch.float32)),
+            indexer.slope,
+            start,
+            end,
+        )
         return torch.ops.dmattn.index_top_k(*given, None, None, 41, 6, 1, False, True, 0, 0, 0.25, False)[0]
 
     assert torch.equal(chosen(start, None), chosen(start, torch.full_like(end, 41)))
