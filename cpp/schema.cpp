@@ -77,10 +77,9 @@ DMATTN_OPS(m) {
       "SymInt local, SymInt sink, float scale, bool with_scores) -> (Tensor indices, Tensor scores)");
 
   m.def(
-      "index_loss(Tensor logits, Tensor products, Tensor weights, Tensor? slope, Tensor? key_bias, Tensor? lse, Tensor "
-      "positions, "
-      "Tensor? lists, Tensor? start, Tensor? end, SymInt key_length, int block_size, bool is_pooled, bool is_causal, "
-      "SymInt local, SymInt sink, float scale, float softcap, float index_scale, bool sharp, bool to_bfloat16) "
+      "index_loss(Tensor logits, Tensor products, Tensor weights, Tensor? slope, Tensor? key_bias, Tensor? lse, "
+      "Tensor positions, Tensor? lists, Tensor? start, Tensor? end, SymInt key_length, int block_size, bool is_pooled, "
+      "bool is_causal, SymInt local, SymInt sink, float scale, float softcap, float index_scale, bool sharp, bool to_bfloat16) "
       "-> (Tensor losses, Tensor of_products, Tensor of_weights, Tensor of_slopes)");
 
   m.def(
