@@ -464,9 +464,8 @@ def loss_cases(draw):
         sink_keys=draw(st.sampled_from([0, 1, 30])), base=base,
     )  # fmt: skip
     generator, rows, lists = torch.Generator().manual_seed(draw(strategies.seeds())), None, None
-    ways = (
-        ["rows", "all", "lists"] if groups in (1, kv_heads, heads) else ["rows", "all"]
-    )  # attention has no lists of other groups
+    has_lists = groups in (1, kv_heads, heads)  # attention has none of other groups
+    ways = ["rows", "all", "lists"] if has_lists else ["rows", "all"]
     way = draw(st.sampled_from(ways))
     if way == "rows":
         rows = torch.randint(0, Sq, (draw(st.integers(1, 9)),), generator=generator)

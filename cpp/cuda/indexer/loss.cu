@@ -245,6 +245,8 @@ struct Query {
   }
 };
 
+// logits [B, G, h, rows, keys], products [B, G, Hi, rows, choices] -> losses [B, G, rows], of_products like products (T),
+// of_weights [B, G, rows, Hi], of_slopes [B, G, rows]. A block of threads for each row of losses.
 template <class R, class T>
 __global__ __launch_bounds__(kThreads, sizeof(R) == 8 ? 2 : 4) void index_loss_kernel(const __grid_constant__ IndexLossParams p,
                                                                                       R* workspace) {
