@@ -250,7 +250,7 @@ struct Query {
 template <class R, class T>
 __global__ __launch_bounds__(kThreads, sizeof(R) == 8 ? 2 : 4) void index_loss_kernel(const __grid_constant__ IndexLossParams p,
                                                                                       R* workspace) {
-  extern __shared__ char dynamic[];
+  extern __shared__ double dynamic[];  // aligned for either type
   R *const base = reinterpret_cast<R*>(dynamic), *const factor = base + p.heads;
   __shared__ Totals<R> totals[kWarps];
   __shared__ Exponentials<R> exponentials[kWarps];
