@@ -80,7 +80,7 @@ bench: $(VENV)/test.ready build  ## time what the pages show, with its peers (BE
 	PYTHONPATH=benchmarks $(BIN)/python -m dmattn_bench run $(BENCH_ARGS)
 
 asan: $(VENV)/test.ready  ## the suite on a build of the CPU ops with AddressSanitizer and UndefinedBehaviorSanitizer
-	tests/sanitize.sh
+	tests/sanitize.sh $(PYTEST_ARGS)
 
 coverage: export COVERAGE_FILE = $(CURDIR)/build/coverage/.coverage
 coverage: $(VENV)/test.ready build  ## the lines of python/dmattn that the tests run

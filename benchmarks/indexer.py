@@ -1,4 +1,4 @@
-"""Times the choice of keys by an indexer, and decoding with it: ``python benchmarks/indexer.py [--device cuda] [--output indexer.json]``.
+"""Times the choice of keys by an indexer, its loss, and decoding: ``python benchmarks/indexer.py [--device cuda] [--output indexer.json]``.
 
 The peer of ``index_top_k`` is torch: scores of a few queries at a time (products in bfloat16, relu, the weighted sum), causality, and topk.
 Whole eager calls, by turns. Decoding is timed in CUDA graphs: the choice of keys from a full cache, and attention to what it lists beside
@@ -52,6 +52,7 @@ CUDA = [
     Case(65536, 2048, groups=1, heads=64, head_dim=128),
 ]
 CPU = [Case(4096, 256), Case(4096, 256, 16, "mean_key")]
+LOSS = [(32768, 8, 4, 128), (32768, 4, 1, 64), (131072, 8, 4, 128)]  # keys, groups, heads of a group, D
 DECODE = [(1, 131072, 2048), (16, 131072, 2048)]  # sequences, keys, keys that are listed
 
 
@@ -113,6 +114,26 @@ def row_of(case: Case, device: str, repeats: int) -> Row:
     return row | {f"{name}_peak_mb": round(peak(run, device), 1) for name, run in runs.items()}
 
 
+def loss_row(length: int, groups: int, heads: int, head_dim: int, device: str, repeats: int) -> Row:
+    """256 queries teach; the loss and all its gradients."""
+    case = Case(length, length, groups=groups)
+    given = tuple(part.requires_grad_() for part in tensors(case, device))
+    query, key = (torch.randn(1, n, length, head_dim, device=device, dtype=given[0].dtype) for n in (groups * heads, groups))
+    rows = torch.arange(256, device=device) * (length // 256) + length // 512
+
+    def loss() -> object:
+        return dmattn.index_loss(*given, query, key, rows=rows, sharp=True)
+
+    taken = statistics.median(by_turns({"loss": loss}, device, repeats)["loss"])
+    name = f"index_loss, {length} tokens, G={groups}, 256 queries of {heads} heads, D={head_dim}"
+    return {
+        "case": name,
+        **dataclasses.asdict(case),
+        "loss_ms": round(taken * 1e3, 4),
+        "loss_peak_mb": round(peak(loss, device), 1),
+    }
+
+
 def decode_row(sequences: int, length: int, listed: int, repeats: int) -> Row:
     """32 query heads on 8, D = 128."""
     device, dtype = "cuda", torch.bfloat16
@@ -154,6 +175,9 @@ def main() -> None:
         print(
             {name: rows[-1][name] for name in rows[-1] if name == "case" or name.endswith(("_ms", "speedup", "_mb"))}, flush=True
         )
+    for sizes in [] if arguments.quick else LOSS if on_gpu else [(4096, 8, 4, 64)]:
+        rows.append(loss_row(*sizes, arguments.device, arguments.repeats))
+        print({name: rows[-1][name] for name in ("case", "loss_ms", "loss_peak_mb")}, flush=True)
     for sizes in DECODE if on_gpu and not arguments.quick else []:
         rows.append(decode_row(*sizes, repeats=arguments.repeats))
         print({name: rows[-1][name] for name in rows[-1] if name == "case" or name.endswith(("_us", "_few"))}, flush=True)

@@ -110,8 +110,8 @@ inline void check_head_counts(int64_t heads, int64_t kv_heads) {
         ", got Hkv=", kv_heads);
 }
 
-inline void check_scale(double scale) {
-  check(std::abs(scale) <= kMaxFactor, "scale: expected a number of magnitude up to ", kMaxFactor, ", got ", scale);
+inline void check_scale(double scale, const char* name = "scale") {
+  check(std::abs(scale) <= kMaxFactor, name, ": expected a number of magnitude up to ", kMaxFactor, ", got ", scale);
 }
 
 inline void check_softcap(double softcap) {

@@ -134,6 +134,38 @@ struct IndexTopKParams {
   void* scores = nullptr;      // [B, G, Sq, K] contiguous, like weights, output: of the entries, -inf of -1; null: not wanted
 };
 
+// For each of some queries how far the softmax of an indexer's scores is from attention, a divergence KL(p || q) over the keys
+// (or blocks) that compete, and its gradients. Both come as products: <query, key> of attention, <index query, index key> of the
+// indexer. Columns of the first are keys: all of them, or those of the query's list; columns of the second likewise, or blocks.
+// R is float, or double.
+struct IndexLossParams {
+  int64_t batch = 0, groups = 0, heads = 0, index_heads = 0, rows = 0;  // heads: of attention in a group
+  int64_t key_length = 0;
+  int64_t keys = 0;     // columns of logits: Sk, or those of a list's blocks
+  int64_t choices = 0;  // columns of products: keys, or blocks where is_pooled
+  int64_t blocks = 0;   // what is chosen among: keys in blocks, the last of which may be shorter, but not where is_pooled
+  bool is_double = false;
+  const void* logits = nullptr;    // R [B, G, heads, rows, keys] contiguous: products, before scale
+  const void* products = nullptr;  // R [B, G, index_heads, rows, choices] contiguous
+  const void* weights = nullptr;   // R [B, G, rows, index_heads] contiguous
+  const void* slope = nullptr;     // R [G]; null: 0
+  const void* key_bias = nullptr;  // R [B|1, G|1, heads|1, Sk], contiguous rows; null: 0
+  int64_t bias_batch_stride = 0, bias_group_stride = 0, bias_head_stride = 0;
+  const void* lse = nullptr;           // R [B, G, heads, rows] contiguous, of all that a query sees; null: of all columns
+  const int64_t* positions = nullptr;  // [rows]
+  PerHead lists;       // int32 [B|1, G|1, rows, blocks]: numbers of blocks, each once, -1 for none; null: all keys
+  PerHead start, end;  // int32 [B|1, G|1, Sk], as in MaskParams; a query whose own key is hidden sees nothing
+  int32_t log2_block = 0, local = 0, sinks = 0;
+  bool is_pooled = false, is_causal = true;
+  bool is_sharp = false;  // a query counts as much as its attention to competing keys times the largest to one; otherwise once
+  double scale = 1.0, softcap = 0.0, index_scale = 1.0;
+  void* losses = nullptr;       // R [B, G, rows]
+  void* of_products = nullptr;  // like products, or bfloat16
+  void* of_weights = nullptr;   // like weights
+  void* of_slopes = nullptr;    // R [B, G, rows]: by the slope
+  bool to_bfloat16 = false;     // of_products
+};
+
 // T queries of each sequence over a cache of keys. Query t stands at position length - T + t.
 struct DecodeParams {
   int64_t batch = 0, heads = 0, kv_heads = 0, queries = 0, head_dim = 0, value_dim = 0;

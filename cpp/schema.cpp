@@ -17,6 +17,10 @@
 //   index_top_k: index_query [B, G, Sq, Hi, Di]   index_key [B, G, n, Di], n = Sk, or with is_pooled the means of Sk / block_size
 //   whole blocks   weights [B, G, Sq, Hi], slope [G], of the type of lse   start, end int32 [B|1, G|1, n]
 //   query_offset, lengths int32 [B]   indices int32, scores [B, G, Sq, min(k, blocks)]; scores [0] without with_scores
+//   index_loss: R queries with their h heads of a group; logits [B, G, h, R, M], products [B, G, Hi, R, N], before their scales
+//   weights [B, G, R, Hi], slope [G], key_bias [B|1, G|1, h|1, Sk], lse [B, G, h, R]   positions int64 [R]
+//   lists int32 [B|1, G|1, R, n]: blocks, each once, M = n * block_size; none: M = Sk   N = M, or with is_pooled n
+//   start, end int32 [B|1, G|1, Sk]   losses, of_slopes [B, G, R], of_products and of_weights like what they are of
 //   list_keys: indices int32 [B|1, H|Hkv|1, T, K], lengths and page_table as in decode -> keys int32 [B, H|Hkv|1, T, M],
 //   M = min(K * index_block + index_local + index_sinks, capacity), counts int32 [B, H|Hkv|1, T]
 //   decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
@@ -71,6 +75,12 @@ DMATTN_OPS(m) {
       "index_top_k(Tensor index_query, Tensor index_key, Tensor weights, Tensor? slope, Tensor? start, Tensor? end, "
       "Tensor? query_offset, Tensor? lengths, SymInt key_length, SymInt k, int block_size, bool is_pooled, bool is_causal, "
       "SymInt local, SymInt sink, float scale, bool with_scores) -> (Tensor indices, Tensor scores)");
+
+  m.def(
+      "index_loss(Tensor logits, Tensor products, Tensor weights, Tensor? slope, Tensor? key_bias, Tensor? lse, "
+      "Tensor positions, Tensor? lists, Tensor? start, Tensor? end, SymInt key_length, int block_size, bool is_pooled, "
+      "bool is_causal, SymInt local, SymInt sink, float scale, float softcap, float index_scale, bool sharp, bool to_bfloat16) "
+      "-> (Tensor losses, Tensor of_products, Tensor of_weights, Tensor of_slopes)");
 
   m.def(
       "list_keys(Tensor indices, Tensor lengths, Tensor? page_table, SymInt pages, SymInt page_size, SymInt capacity, "

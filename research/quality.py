@@ -58,7 +58,8 @@ def settings_of(job: dict[str, Any]) -> Settings:
     if job["task"] not in TASKS:
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {job['task']!r}")
     chosen = {**TASKS[job["task"]], **job}
-    of_variant = variant(chosen["variant"], chosen.get("visible", Settings.visible), chosen.get("heads", Settings.heads))
+    heads = chosen.get("kv_heads") or chosen.get("heads", Settings.heads)
+    of_variant = variant(chosen["variant"], chosen.get("visible", Settings.visible), heads)
     return Settings(**{**TASKS[job["task"]], **of_variant, **job})
 
 

@@ -30,6 +30,7 @@ class Settings:
     layers: int = 6
     width: int = 512
     heads: int = 8
+    kv_heads: int = 0  # key heads; 0: as many as query heads. Masks, scores and slopes belong to key heads
     conv: int = 1  # positions of a causal convolution over queries, keys and values, before rotation; 1: none
     rope_theta: float = 10000.0
     rope_share: float = 1.0  # part of the dimensions of a head that rotate
@@ -39,7 +40,7 @@ class Settings:
     visible: int = 512
     local: int = 0
     sink: int = 0
-    # So many heads see the last `plain_local` keys and the sinks; the others see more, so that the mean is `visible`
+    # So many key heads see the last `plain_local` keys and the sinks; the others see more, so that the mean is `visible`
     plain_heads: int = 0
     plain_local: int = 128
     dense_every: int = 0  # if > 0, every so many layers one is dense, the last of them: what hybrid models do
@@ -103,6 +104,10 @@ class Settings:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}: expected one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        if self.heads % self.kv:
+            raise ValueError(f"kv_heads: expected a divisor of heads={self.heads}, got {self.kv_heads}")
+        if self.mask == "gated" and self.kv != self.heads:
+            raise ValueError(f"kv_heads: expected as many as heads={self.heads} for a gated mask, got {self.kv_heads}")
         if self.distill and (self.mask != "gated" or not 0 < self.dense_until < 1):
             raise ValueError(f"distill: expected False, or a gated mask with dense_until between 0 and 1, got {self.dense_until}")
         if self.mask in ("dynamic", "query", "gated") and self.window < 1:
@@ -117,9 +122,13 @@ class Settings:
             raise ValueError("bias: expected score or scaled where teach=0, or nothing would teach the scores, got none")
 
     @property
+    def kv(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
     def window(self) -> int:
         """Keys that compete heads keep beside the local ones and the sinks."""
-        spared = self.plain_heads * (self.visible - self.plain_local - self.sink) // max(1, self.heads - self.plain_heads)
+        spared = self.plain_heads * (self.visible - self.plain_local - self.sink) // max(1, self.kv - self.plain_heads)
         return self.visible + spared - self.local - self.sink
 
     def window_at(self, progress: float) -> int | None:
@@ -144,7 +153,7 @@ GATED = {"mask": "gated", "score": "linear", "score_source": "hidden", "teach": 
 
 
 def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
-    """The settings of a variant, for numbers of visible keys and of heads. Parts joined by "+" add up: `dynamic+local+recency`.
+    """The settings of a variant, for numbers of visible keys and of key heads. Parts joined by "+" add up: `dynamic+local+recency`.
 
     Raises:
         ValueError: a part that is not one of PARTS.
@@ -210,27 +219,29 @@ class Attention(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.settings = s = settings
-        self.size = s.width // s.heads
+        self.size, self.group = s.width // s.heads, s.heads // s.kv
         self.watched = False  # whether to keep, of every head, the share of dense attention that the mask shows
-        self.qkv = nn.Linear(s.width, 3 * s.width, bias=False)
+        self.sizes = [s.heads, s.kv, s.kv]
+        self.qkv = nn.Linear(s.width, sum(self.sizes) * self.size, bias=False)
         self.out = nn.Linear(s.width, s.width, bias=False)
         if s.conv > 1:
-            self.taps = nn.Parameter(torch.zeros(s.conv - 1, 3 * s.width))
+            self.taps = nn.Parameter(torch.zeros(s.conv - 1, self.qkv.out_features))
         if s.recency:
             flat = s.recency_flat or 1 / s.length
-            self.log_slope = nn.Parameter(torch.linspace(math.log(s.recency), math.log(flat), s.heads - s.flat_heads))
+            self.log_slope = nn.Parameter(torch.linspace(math.log(s.recency), math.log(flat), s.kv - s.flat_heads))
         if s.mask == "query":
             self.indexer = dmattn.nn.Indexer(
-                s.width, 1 if s.index_shared else s.heads - s.plain_heads, k=s.window // s.index_block, num_heads=s.index_heads,
+                s.width, 1 if s.index_shared else s.kv - s.plain_heads, k=s.window // s.index_block, num_heads=s.index_heads,
                 head_dim=s.index_dim, block_size=s.index_block, block_score="mean_key" if s.index_pooled else "max", local=s.local,
                 sink_keys=s.sink,
             )  # fmt: skip
         if s.mask in ("dynamic", "gated") or s.lifetime_window:
-            inner, sources = s.score_hidden or s.width, 2 if s.lookahead else 1
-            self.before_score = nn.Linear(sources * s.width, inner) if s.score_hidden or s.lookahead else nn.Identity()
-            self.to_score = nn.Linear(inner, s.heads)
-            self.A = nn.Parameter(torch.zeros(s.heads))
-            self.scale = nn.Parameter(torch.zeros(s.heads))
+            width = s.width if s.score_source == "hidden" else s.kv * self.size
+            inner, sources = s.score_hidden or width, 2 if s.lookahead else 1
+            self.before_score = nn.Linear(sources * width, inner) if s.score_hidden or s.lookahead else nn.Identity()
+            self.to_score = nn.Linear(inner, s.kv)
+            self.A = nn.Parameter(torch.zeros(s.kv))
+            self.scale = nn.Parameter(torch.zeros(s.kv))
 
     def forward(self, x: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
         s = self.settings
@@ -256,7 +267,7 @@ class Attention(nn.Module):
                     score.detach() + noise * gumbel_like(score) if s.noise and self.training else score.detach(), window
                 )
         if mask is None and bias is None:
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.group > 1)
         else:
             mask = dmattn.IntervalMask.causal(x.shape[1], device=x.device) if mask is None else mask  # kernels that take key_bias
             out = dmattn.attention(query, key, value, mask, key_bias=bias)
@@ -276,22 +287,23 @@ class Attention(nn.Module):
             ranks = self.scores(x) if bias is None else self.scores(x) + bias
             living = dmattn.IntervalMask.top_k(ranks.detach()[:, first:], s.lifetime_window, local=s.local, sink_keys=s.sink)
         lists: Any = self.indexer.select(parts, living)
-        of_heads = [(slice(first, None), lists if living is None else lists & living)]
+        of_heads = [(first, s.kv, lists if living is None else lists & living)]
         if first:
             plain = dmattn.IntervalMask.streaming(length, s.sink, s.plain_local, device=x.device)
-            of_heads.insert(0, (slice(0, first), plain))
+            of_heads.insert(0, (0, first, plain))
         out = torch.cat([
             dmattn.attention(
-                query[:, heads], key[:, heads], value[:, heads], mask, key_bias=None if bias is None else bias[:, heads], is_causal=True
+                query[:, begin * self.group : end * self.group], key[:, begin:end], value[:, begin:end], mask,
+                key_bias=None if bias is None else bias[:, begin:end], is_causal=True,
             )
-            for heads, mask in of_heads
+            for begin, end, mask in of_heads
         ], 1)  # fmt: skip
         if not self.training:
             return out, torch.zeros((), device=x.device)
         rows = drawn_rows(length, s.teach_rows, s.teach_last, x.device)
         own_bias = None if bias is None else bias[:, first:]
         loss = self.indexer.loss(
-            parts, query[:, first:], key[:, first:], rows=rows, base=living, key_bias=own_bias, sharp=s.teach_peak
+            parts, query[:, first * self.group :], key[:, first:], rows=rows, base=living, key_bias=own_bias, sharp=s.teach_peak
         )
         if ranks is not None:
             out, of_scores = explored(
@@ -321,14 +333,14 @@ class Attention(nn.Module):
         qkv = self.qkv(x)
         for back in range(1, self.settings.conv):
             qkv = qkv + self.taps[back - 1].to(qkv.dtype) * F.pad(qkv, (0, 0, back, 0))[:, :-back]
-        query, key, value = qkv.unflatten(2, (3, self.settings.heads, self.size)).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unflatten(2, (-1, self.size)).transpose(1, 2).split(self.sizes, 1)
         return [self.rotated(query), self.rotated(key), value]
 
     def rotated(self, x: Tensor) -> Tensor:
         turning = int(self.size * self.settings.rope_share) // 2 * 2
         if not turning:
             return x
-        heads = self.settings.plain_heads if self.settings.rope_plain else self.settings.heads
+        heads = x.shape[1] // self.settings.kv * (self.settings.plain_heads if self.settings.rope_plain else self.settings.kv)
         turned = torch.cat((rotate(x[:, :heads, :, :turning], self.settings.rope_theta), x[:, :heads, :, turning:]), 3)
         return turned if heads == x.shape[1] else torch.cat((turned, x[:, heads:]), 1)
 
@@ -365,12 +377,12 @@ class Attention(nn.Module):
         return dmattn.IntervalMask(keys, torch.cat((plain, mask.end.expand(score.shape[0], -1, -1)), 1))
 
     def per_head(self, number: Tensor) -> Tensor:
-        """[S] to [1, H, S], `plain_local` in the plain heads; as it is where there are none."""
+        """[S] to [1, Hkv, S], `plain_local` in the plain heads; as it is where there are none."""
         s = self.settings
         if not s.plain_heads:
             return number
         plain = torch.full_like(number, s.plain_local).expand(1, s.plain_heads, -1)
-        return torch.cat((plain, number.expand(1, s.heads - s.plain_heads, -1)), 1)
+        return torch.cat((plain, number.expand(1, s.kv - s.plain_heads, -1)), 1)
 
     def explored(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, score: Tensor, out: Tensor
@@ -394,10 +406,10 @@ class Attention(nn.Module):
         if s.explore:  # a product that puts the rows in their places: the gradient of index_copy does not compile with torch 2.11
             places = rows == torch.arange(length, device=rows.device)[:, None]
             spread = places / places.sum(1, keepdim=True).clamp(min=1)
-            dense = spread.to(value.dtype) @ (chances.to(value.dtype) @ value)
+            dense = spread.to(value.dtype) @ (chances.to(value.dtype) @ value.repeat_interleave(self.group, 1))
             out = torch.where(places.any(1)[:, None], dense.to(out.dtype), out)
         competes = (age >= s.local) & (torch.arange(length, device=age.device) >= s.sink)
-        target = chances.detach() * competes
+        target = chances.detach().unflatten(1, (s.kv, -1)).mean(2) * competes
         if s.teach_peak:
             target = target * target.amax(3, keepdim=True)
         predicted = F.log_softmax(score[:, :, None].masked_fill(~competes, -1e9), 3)
@@ -409,15 +421,18 @@ class Attention(nn.Module):
         length = key.shape[2]
         rows = torch.linspace(length // 2, length - 1, 64, device=key.device).long()
         chances, age = dense_rows(query, key, bias, rows)
-        shown = (age >= 0) & (rows[:, None] < mask.end[:, :, None])
+        end = mask.end if mask.end.shape[1] == 1 else mask.end.repeat_interleave(self.group, 1)
+        shown = (age >= 0) & (rows[:, None] < end[:, :, None])
         return (chances * shown).sum(3).mean((0, 2))
 
 
 def dense_rows(query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention weights [B, H, R, S] of the queries at rows [R], and age [R, S], how many positions ago each key was."""
-    logits = (query.index_select(2, rows) @ key.transpose(2, 3)).float() * query.shape[3] ** -0.5
+    """Causal attention weights [B, H, R, S] of the queries at rows [R], and age [R, S], how many positions ago each key was. key and bias have
+    Hkv heads."""
+    group = query.shape[1] // key.shape[1]
+    logits = (query.index_select(2, rows) @ key.repeat_interleave(group, 1).transpose(2, 3)).float() * query.shape[3] ** -0.5
     age = rows[:, None] - torch.arange(key.shape[2], device=key.device)
-    logits = logits if bias is None else logits + bias[:, :, None]
+    logits = logits if bias is None else logits + bias.repeat_interleave(group, 1)[:, :, None]
     return logits.masked_fill(age < 0, -torch.inf).softmax(3), age
 
 

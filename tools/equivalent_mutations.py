@@ -27,6 +27,22 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "ata && view->head_stride != 0 [&& -> ||] view->head_divisor == 1) retu",
         "Heads that see the same keys are computed one by one: slower, the same sums.",
     ),
+    "cpp/cpu/cache.cpp:extend: and, or 4": (
+        "t bool is_there = key < first [&& -> ||] slot >= 0 && slot < visible &",
+        "Cached keys that are no longer local keep their slots, so they are there.",
+    ),
+    "cpp/cpu/index_lists.h:list_entries: comparison 4": (
+        "for (int64_t j = first; j [< -> <=] first + kBlock; j += kLineKey",
+        "One line more is marked, for which there is room, and found empty.",
+    ),
+    "cpp/cpu/index.cpp:guess_bound: off by one 4": (
+        "if (n < 4 * kSample || [2 -> 3] * k > n) return kLowest<R>;",
+        "Without a bound all numbers are candidates: slower, the same choice.",
+    ),
+    "cpp/cpu/vecmath.h:small_tanh: off by one 3": (
+        "kDepth = sizeof(R) == 8 ? 9 : [5 -> 6];",
+        "One term more of a fraction that is exact to rounding already.",
+    ),
     "cpp/forward_arguments.h:ForwardResults: swapped arguments 7": (
         "[is_in_order, most_keys -> most_keys, is_in_order],",
         "Both are hints for CUDA kernels, which the CPU build does not read.",

@@ -62,7 +62,11 @@ def described(s: dict[str, Any]) -> str:
         words = ["taught scores" if taught else f"{'Doge' if s['score'] == 'exp' else 'linear'} scores added to logits"]
         words += [f"{s['local']} local"] if s["local"] else []
         words += [f"{s['sink']} sinks"] if s["sink"] else []
-    words += [f"{s['plain_heads']} of {s['heads']} heads with {s['plain_local']} local keys alone"] if s["plain_heads"] else []
+    words += (
+        [f"{s['plain_heads']} of {s.get('kv_heads') or s['heads']} heads with {s['plain_local']} local keys alone"]
+        if s["plain_heads"]
+        else []
+    )
     words += [f"one layer in {s['dense_every']} dense"] if s.get("dense_every") else []
     words += ["the others not rotated"] if s.get("rope_plain") else []
     words += ["recency"] if s["recency"] else []
@@ -123,7 +127,7 @@ def latest(runs: list[Run]) -> list[Run]:
 def heading(run: Run) -> str:
     s = run["settings"]
     budget = f"{s['seconds']:.0f} seconds of training" if s["seconds"] else f"{s['steps']:,} steps"
-    size = f"{s['layers']} layers of {s['width']}"
+    size = f"{s['layers']} layers of {s['width']}" + (f" with {s['heads']} heads on {s['kv_heads']}" if s.get("kv_heads") else "")
     asked = "" if s["task"] in ("text", "headers", "series") else f", {s['pairs']} pairs"
     asked += f" of {s['symbols']} symbols" if s["task"] == "mqar" else ""
     return f"{s['length']:,} tokens{asked}, {budget}, {size}, learning rate {s['lr']:g}"

@@ -4,6 +4,7 @@
 #include "backward_head.h"
 #include "decode_split.h"
 #include "forward_lists.h"
+#include "index_loss.h"
 #include "index_scores.h"
 
 namespace dmattn::cpu {
@@ -115,8 +116,16 @@ void decode(const DecodeParams& p, int phase, int64_t task, void* scratch, void*
 #define DMATTN_JOIN(a, b) DMATTN_JOIN_OF(a, b)
 
 extern const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL);
-const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL) = {
-    DMATTN_TEXT(DMATTN_CPU_LEVEL), forward_sizes, forward, backward_sizes, backward, decode_sizes, decode,
-    index_scratch_bytes,           index_scores};
+const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL) = {DMATTN_TEXT(DMATTN_CPU_LEVEL),
+                                                          forward_sizes,
+                                                          forward,
+                                                          backward_sizes,
+                                                          backward,
+                                                          decode_sizes,
+                                                          decode,
+                                                          index_scratch_bytes,
+                                                          index_scores,
+                                                          index_loss_scratch_bytes,
+                                                          index_loss};
 
 }  // namespace dmattn::cpu

@@ -43,6 +43,8 @@ struct Kernels {
   void (*decode)(const DecodeParams&, int phase, int64_t task, void* scratch, void* shared);
   size_t (*index_scratch_bytes)(const IndexTopKParams&);
   int64_t (*index_scores)(const IndexTopKParams&, const IndexTile&, void* scratch, void* out, int64_t stride);
+  size_t (*index_loss_scratch_bytes)(const IndexLossParams&);
+  void (*index_loss)(const IndexLossParams&, int64_t task, void* scratch);  // a task is a query of a group
 };
 
 }  // namespace dmattn::cpu

@@ -119,6 +119,15 @@ def index_top_k(
 
 
 @fake
+def index_loss(
+    logits: Tensor, products: Tensor, weights: Tensor, to_bfloat16: bool, **_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_row = logits.new_empty(weights.shape[:3])
+    of_products = products.new_empty(products.shape, dtype=torch.bfloat16 if to_bfloat16 else products.dtype)
+    return of_row, of_products, weights.new_empty(weights.shape), torch.empty_like(of_row)
+
+
+@fake
 def list_keys(
     indices: Tensor, lengths: Tensor, capacity: int, index_block: int, index_local: int, index_sinks: int, **_: object
 ) -> tuple[Tensor, Tensor]:

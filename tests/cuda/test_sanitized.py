@@ -117,6 +117,38 @@ def test_index_top_k(keys, head_dim, block):
             assert torch.equal(got.cpu(), wanted)
 
 
+@pytest.mark.parametrize("way", ["all", "lists"])
+@pytest.mark.parametrize(("block", "is_pooled"), [(1, False), (16, False), (16, True)])
+@pytest.mark.parametrize("keys", [33, 1000, 9000])
+def test_index_loss(keys, block, is_pooled, way):
+    draw = torch.Generator().manual_seed(0)
+    rows, blocks = 5, keys // block if is_pooled else -(-keys // block)
+    listed = min(9, blocks)
+    columns = listed * block if way == "lists" else keys
+    choices = (listed if way == "lists" else blocks) if is_pooled else columns
+    sizes = ((2, 3, 2, rows, columns), (2, 3, 4, rows, choices), (2, 3, rows, 4), (3,), (1, 3, 1, keys), (2, 3, 2, rows))
+    logits, products, weights, slope, key_bias, lse = (torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes)
+    lists = (
+        torch.stack([torch.randperm(blocks + 2, generator=draw)[:listed] - 1 for _ in range(2 * rows)])
+        .int()
+        .view(2, 1, rows, listed)
+    )
+    positions = torch.tensor([0, keys // 3, keys // 2, keys - 1, keys + 5])
+    end = torch.where(torch.arange(keys) % 3 == 0, 0, 2 * keys).int().view(1, 1, keys)
+    given = (logits, products, weights, slope / keys, key_bias, None if way == "all" else lse + 9, positions)
+    given = (*given, None if way == "all" else lists, end * 0, end)
+    sizes = (keys, block, is_pooled, True, 3, 1, 0.5, 4.0, 0.25, True)
+    expected = torch.ops.dmattn.index_loss(*given, *sizes, False)
+    assert (expected[0] > 0).any()
+    on_gpu = [None if x is None else x.cuda() for x in given]
+    for got, wanted in zip(torch.ops.dmattn.index_loss(*on_gpu, *sizes, False), expected, strict=True):
+        torch.testing.assert_close(got.cpu(), wanted)
+    short = [x.float() if x is not None and x.is_floating_point() else x for x in on_gpu]
+    for to_bfloat16 in (False, True):
+        for got, wanted in zip(torch.ops.dmattn.index_loss(*short, *sizes, to_bfloat16), expected, strict=True):
+            torch.testing.assert_close(got.cpu().bfloat16(), wanted.bfloat16())
+
+
 @pytest.mark.parametrize("capacity", [40, 3000, 300_000])
 @pytest.mark.parametrize("block", [1, 64])
 def test_list_keys(capacity, block):

@@ -28,6 +28,7 @@ PHASES = {
     "attention of two": "dmattn.distributed.attention._over_slots",
     "backward of two": "dmattn.distributed.pair.begin_message",
 }
+_faults: list[float] = []  # when this process failed last; the clock is that of every process of the machine
 
 
 def compare(group: dist.ProcessGroup, lengths: list[int], way: str, failing: str | None = None, how: str = "") -> None:
@@ -62,6 +63,7 @@ def compare(group: dist.ProcessGroup, lengths: list[int], way: str, failing: str
 
 
 def _fail(how: str) -> NoReturn:
+    _faults.append(time.monotonic())
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "memory":
@@ -71,36 +73,34 @@ def _fail(how: str) -> NoReturn:
 
 def fail_and_recover(
     group: dist.ProcessGroup, lengths: list[int], way: str, failing: str | None, how: str
-) -> tuple[str, float, str]:
-    """What this rank raises, after how many seconds, and what it says of a second call. A new group then works."""
+) -> tuple[str, float, float | None, str]:
+    """What this rank raises and when, when it failed itself, and what it says of a second call. A new group then works."""
+    _faults.clear()
     ours = dist.new_group(timeout=timedelta(seconds=60))
     compare(ours, lengths, way)
-    began = time.monotonic()
-    raised = _error_of(ours, lengths, way, failing, how)
-    seconds = time.monotonic() - began
+    raised, moment = _error_of(ours, lengths, way, failing, how), time.monotonic()
     again = _error_of(ours, lengths, way, None, "")
+    failed = _faults[-1] if _faults else None
     dist.destroy_process_group(ours)
     new = dist.new_group(timeout=timedelta(seconds=60))
     compare(new, lengths, way)
     dist.destroy_process_group(new)
-    return raised, seconds, again
+    return raised, moment, failed, again
 
 
 def outlive(
     group: dist.ProcessGroup, lengths: list[int], way: str, failing: str | None, store: str, place: int
 ) -> tuple[str, float]:
-    """What a rank raises when another is killed, and after how many seconds. The ranks that are left then work in a new world."""
+    """What a rank raises when another is killed, and when. The ranks that are left then work in a new world."""
     compare(group, lengths, way)
-    began = time.monotonic()
-    raised = _error_of(group, lengths, way, failing, "kill")
-    seconds = time.monotonic() - began
+    raised, moment = _error_of(group, lengths, way, failing, "kill"), time.monotonic()
     dist.destroy_process_group()
     world = len(lengths) - 1
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=place, world_size=world)
     assert dist.group.WORLD is not None
     if world > 1:
         compare(dist.group.WORLD, [9] * world, way)
-    return raised, seconds
+    return raised, moment
 
 
 def _error_of(group: dist.ProcessGroup, lengths: list[int], way: str, failing: str | None, how: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from dmattn.distributed import failures
 from rank_pool import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="ranks talk over gloo")
-SECONDS = 10.0  # within which every rank has raised
+SECONDS = 10.0  # after the fault, within which every rank has raised
 EAGER = ["selection", "exchange", "attention", "backward", "message between two", "attention of two", "backward of two"]
 COMPILED = ["exchange", "backward", "message between two", "backward of two"]
 
@@ -60,22 +61,23 @@ def test_an_error_of_one_rank_is_raised_on_every_rank(pools, way, phase, how):
     lengths = lengths_of(phase, way, 4)
     failing = len(lengths) // 2
     given = [(lengths, way, phase if rank == failing else None, how) for rank in range(len(lengths))]
-    for rank, (raised, seconds, again) in enumerate(pools[len(lengths)].run("rank_failures:fail_and_recover", given)):
+    answers = pools[len(lengths)].run("rank_failures:fail_and_recover", given)
+    for rank, (raised, moment, _, again) in enumerate(answers):
         message = r"RuntimeError: .*can't allocate memory" if how == "memory" else "ArithmeticError: a fault of a test"
         told = rf"RuntimeError: rank {failing} failed: {message}"
         assert re.match(message if rank == failing else told, raised), raised
         assert re.match(told, again), again
-        assert seconds < SECONDS
+        assert 0 < moment - answers[failing][2] < SECONDS
 
 
 def test_an_error_of_one_rank_is_raised_on_the_other(pools):
     """The shortest of the cases above, for the quick set."""
     given = [([11, 6], "eager", phase, "exception") for phase in (None, "message between two")]
-    (raised, seconds, again), (own, _, _) = pools[2].run("rank_failures:fail_and_recover", given)
+    (raised, moment, _, again), (own, _, failed, _) = pools[2].run("rank_failures:fail_and_recover", given)
     assert own == "ArithmeticError: a fault of a test"
     assert raised == again
     assert raised.startswith("RuntimeError: rank 1 failed: ArithmeticError: a fault of a test")
-    assert seconds < SECONDS
+    assert 0 < moment - failed < SECONDS
 
 
 @pytest.mark.long
@@ -96,12 +98,14 @@ def test_a_rank_that_is_killed_frees_the_others(tmp_path, way, phase, killed):
             place = survivors.index(rank) if rank != killed else -1
             arguments = (lengths, way, phase if rank == killed else None, str(tmp_path / "store"), place)
             pool.ask(rank, "rank_failures:outlive", len(lengths), arguments)
+        pool.processes[killed].join()
+        died = time.monotonic()
         for rank in survivors:
             answer, error = pool.answer(rank)
             assert error is None, error
-            raised, seconds = answer
+            raised, moment = answer
             assert raised.startswith(f"RuntimeError: rank {killed} failed: its process is gone"), raised
-            assert seconds < SECONDS
+            assert moment - died < SECONDS
     finally:
         pool.close()
 

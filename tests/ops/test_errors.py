@@ -450,7 +450,51 @@ def indexed(**changed):
     return ops.index_top_k(*(given | changed).values())
 
 
+def index_loss_op(**changed):
+    """A call of the op index_loss with some arguments changed."""
+    given = {
+        "logits": rows(2, 2, 3, 5, 12), "products": rows(2, 2, 4, 5, 12), "weights": rows(2, 2, 5, 4), "slope": None, "key_bias": None,
+        "lse": None, "positions": torch.arange(5), "lists": None, "start": None, "end": None, "key_length": 12, "block_size": 1,
+        "is_pooled": False, "is_causal": True, "local": 0, "sink": 0, "scale": 1.0, "softcap": 0.0, "index_scale": 1.0, "sharp": False,
+        "to_bfloat16": False,
+    }  # fmt: skip
+    return ops.index_loss(*(given | changed).values())
+
+
 DIRECT = {
+    "loss logits rank": (lambda: index_loss_op(logits=rows(2, 2, 3, 5)), "logits: expected 5 dimensions .B, G, h, R, M., got .2, 2, 3, 5"),
+    "loss products rank": (lambda: index_loss_op(products=rows(2, 2, 4, 5)), "products: expected 5 dimensions .B, G, Hi, R, N., got .2, 2, 4, 5"),
+    "loss logits dtype": (lambda: index_loss_op(logits=rows(2, 2, 3, 5, 12).half()), "logits: expected dtype float32 or float64, got float16"),
+    "loss products dtype": (lambda: index_loss_op(products=rows(2, 2, 4, 5, 12).double()), "products: expected dtype float32, got float64"),
+    "loss products": (lambda: index_loss_op(products=rows(2, 2, 4, 5, 11)), "products: expected .B, G, Hi, R, N. = .2, 2, 4, 5, 12., got .2, 2, 4, 5, 11"),
+    "loss of means": (lambda: index_loss_op(is_pooled=True, block_size=4), "products: expected .B, G, Hi, R, N. = .2, 2, 4, 5, 3., got .2, 2, 4, 5, 12"),
+    "loss of other keys": (lambda: index_loss_op(key_length=13), "logits: expected M=13, got .2, 2, 3, 5, 12"),
+    "loss of lists": (lambda: index_loss_op(lists=INTS[:1].expand(1, 1, 5, 11)), "logits: expected M=11, got .2, 2, 3, 5, 12"),
+    "loss lists rank": (lambda: index_loss_op(lists=INTS), "lists: expected 4 dimensions .B.1, G.1, R, n., got .12."),
+    "loss lists": (lambda: index_loss_op(lists=INTS[:1].expand(1, 3, 5, 12)), "lists: expected .B.1, G.1, R, n. with B=2"),
+    "loss lists dtype": (lambda: index_loss_op(lists=INTS[:1].long().expand(1, 1, 5, 12)), "lists: expected dtype int32, got int64"),
+    "loss without heads": (lambda: index_loss_op(logits=rows(2, 2, 0, 5, 12)), "logits, products: expected at least one head, got .2, 2, 0, 5, 12., .2, 2, 4, 5, 12"),
+    "loss weights": (lambda: index_loss_op(weights=rows(2, 2, 4, 5)), "weights: expected .B, G, R, Hi. = .2, 2, 5, 4., got .2, 2, 4, 5"),
+    "loss weights dtype": (lambda: index_loss_op(weights=rows(2, 2, 5, 4).half()), "weights: expected dtype float32, got float16"),
+    "loss positions": (lambda: index_loss_op(positions=torch.arange(4)), "positions: expected .R. = .5., got .4."),
+    "loss positions dtype": (lambda: index_loss_op(positions=torch.arange(5).int()), "positions: expected dtype int64, got int32"),
+    "loss slope": (lambda: index_loss_op(slope=rows(3)), "slope: expected .G. = .2., got .3."),
+    "loss slope dtype": (lambda: index_loss_op(slope=rows(2).double()), "slope: expected dtype float32, got float64"),
+    "loss lse": (lambda: index_loss_op(lse=rows(2, 2, 5, 3)), "lse: expected .B, G, h, R. = .2, 2, 3, 5., got .2, 2, 5, 3"),
+    "loss lse dtype": (lambda: index_loss_op(lse=rows(2, 2, 3, 5).double()), "lse: expected dtype float32, got float64"),
+    "loss key_bias": (lambda: index_loss_op(key_bias=rows(2, 2, 2, 12)), "key_bias: expected .B.1, G.1, h.1, Sk. with B=2, G=2, h=3, Sk=12, got .2, 2, 2, 12"),
+    "loss key_bias rank": (lambda: index_loss_op(key_bias=rows(2, 2, 12)), "key_bias: expected .B.1, G.1, h.1, Sk. with B=2, G=2, h=3, Sk=12, got .2, 2, 12"),
+    "loss key_bias dtype": (lambda: index_loss_op(key_bias=rows(1, 1, 1, 12).double()), "key_bias: expected dtype float32, got float64"),
+    "loss start dtype": (lambda: index_loss_op(start=torch.zeros(1, 1, 12)), "start: expected dtype int32, got float32"),
+    "loss end": (lambda: index_loss_op(end=torch.zeros(1, 1, 11, dtype=torch.int32)), "end: expected .B.1, G.1, Sk."),
+    "loss in blocks of 3": (lambda: index_loss_op(block_size=3), "block_size: expected a power of two up to 128, got 3"),
+    "loss of a length that wraps": (lambda: index_loss_op(key_length=2**32 + 12), "key_length: expected 0 <= key_length <= 1048576, got 4294967308"),
+    "loss local": (lambda: index_loss_op(local=-1), "local: expected a number of keys >= 0, got -1"),
+    "loss sink": (lambda: index_loss_op(sink=-1), "sink: expected a number of keys >= 0, got -1"),
+    "loss scale": (lambda: index_loss_op(scale=NAN), "scale"),
+    "loss index_scale": (lambda: index_loss_op(index_scale=INF), "index_scale: expected a number of magnitude up to"),
+    "loss softcap": (lambda: index_loss_op(softcap=-2.0), "softcap"),
+    "loss in bfloat16": (lambda: index_loss_op(to_bfloat16=True), "to_bfloat16: expected False on the CPU, got True"),
     "decode query rank": (lambda: decode_op(query=Q[0]), "query: expected 4 dimensions, got .4, 10, 16"),
     "decode 17 queries": (lambda: decode_op(query=rows(2, 4, 17, 16)), "query: expected at most 16 queries a sequence, got 17"),
     "decode key dtype": (lambda: decode_op(key=K.half()), "key: expected dtype float32, got float16"),

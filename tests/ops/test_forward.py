@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 INF = float("inf")
+tensor = strategies.random_tensor
 
 
 @given(data=st.data())
@@ -122,6 +123,26 @@ def test_logits_beyond_the_storage_dtype_but_not_the_sum():
 def test_rising_logits_rescale_the_sum(device, dtype, last):
     case = make(device, dtype, Sq=1, Sk=1000, key_bias=torch.linspace(-last, last, 1000, device=device))
     assert_matches_reference(case, gradients=False)
+
+
+@pytest.mark.parametrize("is_start", [True, False])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_sequences_whose_masks_differ(device, dtype, heads, is_start):
+    """In one sequence each of the first 1,000 keys is hidden from all but one query, in the other none is, in either order."""
+    length = 2048
+    keys = torch.arange(length, dtype=torch.int32, device=device)
+    is_early = keys < 1000
+    start = torch.where(is_early, 2000, 0) if is_start else keys * 0
+    end = torch.where(is_early, 2001, length) if is_start else torch.where(is_early, keys + 1, length)
+    narrow = IntervalMask(start.int(), end.int())
+    wide = IntervalMask(keys * 0, keys * 0 + length)
+    query, key, value = (tensor((2, heads, length, 16), n, dtype, device) for n in range(3))
+    for pair in ((narrow, wide), (wide, narrow)):
+        together = IntervalMask(*(torch.cat([getattr(mask, name) for mask in pair]) for name in ("start", "end")))
+        out = dmattn.attention(query, key, value, together)
+        for n, mask in enumerate(pair):
+            alone = dmattn.attention(query[n : n + 1], key[n : n + 1], value[n : n + 1], mask)
+            torch.testing.assert_close(out[n : n + 1], alone)
 
 
 @pytest.mark.parametrize("layout", strategies.LAYOUTS)

@@ -516,6 +516,12 @@ def check_index_top_k(data, device):
     return 0.0
 
 
+def check_index_loss(data, device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    test_indexer.test_drawn_losses.hypothesis.inner_test(device, dtype, data.draw(test_indexer.loss_cases()))
+    return 0.0
+
+
 def check_cases(data, device):
     """Sinks, every constructor of a mask, and all else that dmattn.testing draws."""
     test_backward.test_drawn_cases.hypothesis.inner_test(device, data)
@@ -536,7 +542,7 @@ CHECKS = {
 }
 if SHARDS > 1:
     CHECKS |= {"decode": check_decode, "cache": check_cache, "rewind": check_rewind, "reduce": check_reduce}
-    CHECKS |= {"index_top_k": check_index_top_k, "cases": check_cases}
+    CHECKS |= {"index_top_k": check_index_top_k, "index_loss": check_index_loss, "cases": check_cases}
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))

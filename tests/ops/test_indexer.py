@@ -280,6 +280,29 @@ def test_strided_and_unaligned_inputs(device, dtype):
     assert torch.equal(dmattn.index_top_k(*as_projected, weights, 7).indices, expected.indices)
 
 
+def test_one_bound_alone(device, dtype):
+    """The op takes either bound without the other, whose place has every key visible from the first query on, or for ever."""
+    indexer = Indexer.exact(1, 2, 30, 41, 3, dtype, device)
+    draw = torch.Generator().manual_seed(0)
+    start, end = (torch.randint(low, 41, (1, 1, 41), generator=draw).int().to(device) for low in (0, 20))
+
+    def chosen(start, end):
+        given = (
+            indexer.query,
+            indexer.key,
+            indexer.weights.to(torch.promote_types(dtype, torch.float32)),
+            indexer.slope,
+            start,
+            end,
+        )
+        return torch.ops.dmattn.index_top_k(*given, None, None, 41, 6, 1, False, True, 0, 0, 0.25, False)[0]
+
+    assert torch.equal(chosen(start, None), chosen(start, torch.full_like(end, 41)))
+    assert torch.equal(chosen(None, end), chosen(torch.zeros_like(start), end))
+    assert not torch.equal(chosen(start, None), chosen(None, None))
+    assert not torch.equal(chosen(None, end), chosen(None, None))
+
+
 def test_selection_has_no_gradient(device, dtype):
     query, key, weights = (
         tensor((1, 1, *size), n, dtype, device).requires_grad_() for n, size in enumerate(((9, 2, 8), (9, 8), (9, 2)))
@@ -353,7 +376,58 @@ def by_autograd(indexer, query, key, key_bias, choice, *, rows, listed=None, sha
     predicted = torch.where(compete, scores, -1e30).log_softmax(3)
     divergence = torch.where(share > 0, share * (share.clamp(min=1e-300).log() - predicted), 0.0).sum(3)
     factor = total * mass.amax(3, keepdim=True) if sharp else (total > 0).double()
+    if choice.base is not None:  # a query whose own key is hidden is padding
+        factor = factor * visible.gather(3, position.clamp(min=0).expand(B, G, -1, 1))
     return (factor[..., 0] * divergence).mean()
+
+
+@dataclasses.dataclass
+class LossCase:
+    """What index_loss is asked for; float64 tensors of ``sizes`` B, G, H, Hkv, Sq, Sk, Hi."""
+
+    sizes: tuple[int, ...]
+    choice: Choice
+    rows: torch.Tensor | None = None
+    lists: torch.Tensor | None = None
+    sharp: bool = False
+    has_bias: bool = True
+    has_slope: bool = True
+
+    def __post_init__(self):
+        B, G, H, kv_heads, Sq, Sk, Hi = self.sizes
+        sizes = ((B, G, Sq, Hi, 16), (B, G, Sk, 16), (B, G, Sq, Hi), (G,), (B, H, Sq, 16), (B, kv_heads, Sk, 16), (1, H, Sk))
+        drawn = [tensor(size, n, torch.bfloat16).double() for n, size in enumerate(sizes)]
+        self.leaves, self.given = drawn[: 4 if self.has_slope else 3], drawn[4:6]
+        self.key_bias = drawn[6] if self.has_bias else None
+
+    def loss(self, device="cpu", dtype=torch.float64):
+        """The loss and its gradients, on the CPU in float64."""
+        leaves = [leaf.to(device, leaf.dtype if n == 3 else dtype).requires_grad_() for n, leaf in enumerate(self.leaves)]
+        choice = self.choice
+        options = {} if self.lists is not None else {"local": choice.local, "sink_keys": choice.sink_keys, "is_causal": True}
+        options["mask"] = None if self.lists is None else self.listed().to(device)
+        loss = dmattn.index_loss(
+            *leaves[:3], *(given.to(device, dtype) for given in self.given), rows=None if self.rows is None else self.rows.to(device),
+            base=None if choice.base is None else choice.base.to(device), key_bias=None if self.key_bias is None else self.key_bias.to(device),
+            block_size=choice.block_size, block_score=choice.block_score, slope=leaves[3] if self.has_slope else None, sharp=self.sharp,
+            **options,
+        )  # fmt: skip
+        return [given.detach().cpu().double() for given in (loss, *torch.autograd.grad(loss, leaves))]
+
+    def listed(self):
+        choice = self.choice
+        return IndexMask(self.lists, choice.block_size, is_causal=True, local=choice.local, sink_keys=choice.sink_keys)
+
+    def expected(self):
+        leaves = [leaf.clone().requires_grad_() for leaf in self.leaves]
+        rows = torch.arange(self.sizes[4]) if self.rows is None else self.rows
+        listed = None if self.lists is None else self.listed()
+        indexer = Indexer(*leaves, *(() if self.has_slope else (None,)))
+        loss = by_autograd(indexer, *self.given, self.key_bias, self.choice, rows=rows, listed=listed, sharp=self.sharp)
+        gradients = (
+            torch.autograd.grad(loss, leaves, materialize_grads=True) if loss.requires_grad else map(torch.zeros_like, leaves)
+        )
+        return [loss.detach(), *gradients]
 
 
 @pytest.mark.brief
@@ -363,29 +437,53 @@ def by_autograd(indexer, query, key, key_bias, choice, *, rows, listed=None, sha
 @pytest.mark.parametrize(("groups", "kv_heads"), [(2, 2), (1, 2), (4, 2)])
 def test_loss_and_gradients(monkeypatch, sharp, way, block_size, block_score, groups, kv_heads):
     monkeypatch.setattr(sys.modules["dmattn.index_loss"], "ELEMENTS", 1 << 12)  # a few queries at once
-    B, H, Sq, Sk = 2, 4, 33, 37
-    query, key = tensor((B, H, Sq, 16), 0, torch.float64), tensor((B, kv_heads, Sk, 16), 1, torch.float64)
-    key_bias = tensor((1, H, Sk), 2, torch.float64)
-    sizes = ((B, groups, Sq, 3, 16), (B, groups, Sk, 16), (B, groups, Sq, 3), (groups,))
-    leaves = [tensor(size, 3 + n, torch.float64).requires_grad_() for n, size in enumerate(sizes)]
-    indexer = Indexer(*leaves)
-    base = IntervalMask.documents(Sk, torch.tensor([0, 20, Sk])) if way != "all" else None
-    choice = Choice(Sq, Sk, block_size, block_score, local=3, sink_keys=1, base=base)
-    rows, listed, ways = torch.arange(Sq), None, {}
-    if way == "rows":
-        rows = ways["rows"] = torch.tensor([3, 0, 17, 17, 32])
-    if way == "lists":
-        lists = torch.randint(-1, -(-Sk // block_size), (B, groups, Sq, 6), generator=torch.Generator().manual_seed(0))
-        listed = ways["mask"] = IndexMask(lists, block_size, is_causal=True, local=3, sink_keys=1)
-    beside = {} if way == "lists" else {"local": 3, "sink_keys": 1}
-    loss = dmattn.index_loss(
-        *indexer.tensors, query, key, block_size=block_size, block_score=block_score, slope=indexer.slope, sharp=sharp, key_bias=key_bias,
-        base=base, **beside, **ways,
+    base = IntervalMask.documents(37, torch.tensor([0, 20, 37])) if way != "all" else None
+    choice = Choice(33, 37, block_size, block_score, local=3, sink_keys=1, base=base)
+    lists = torch.randint(-1, -(-37 // block_size), (2, groups, 33, 6), generator=torch.Generator().manual_seed(0))
+    case = LossCase(
+        (2, groups, 4, kv_heads, 33, 37, 3), choice, torch.tensor([3, 0, 17, 17, 32]) if way == "rows" else None,
+        lists if way == "lists" else None, sharp,
     )  # fmt: skip
-    expected = by_autograd(indexer, query, key, key_bias, choice, rows=rows, listed=listed, sharp=sharp)
-    torch.testing.assert_close(loss, expected)
-    for got, wanted in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
+    for got, wanted in zip(case.loss(), case.expected(), strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+@st.composite
+def loss_cases(draw):
+    groups, kv_heads = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (3, 3), (4, 2)]))
+    B, heads = draw(st.integers(1, 2)), max(groups, kv_heads) * draw(st.integers(1, 3))
+    block_size, block_score = draw(st.sampled_from([1, 1, 2, 8, 32])), draw(st.sampled_from(["max", "mean_key"]))
+    Sq, Sk = draw(st.integers(1, 40)), draw(st.integers(block_size if block_score == "mean_key" else 1, 70))
+    base = None
+    if draw(st.booleans()):
+        numbers = [draw(st.lists(st.integers(low, 2 * Sk), min_size=Sk, max_size=Sk)) for low in (-Sk, 0)]
+        start, length = (torch.tensor(given).view(1, 1, Sk) for given in numbers)
+        base = IntervalMask(start.int(), (start + length).int())
+    choice = Choice(
+        Sq, Sk, block_size, block_score, local=draw(st.sampled_from([0, 1, 5, 80])),
+        sink_keys=draw(st.sampled_from([0, 1, 30])), base=base,
+    )  # fmt: skip
+    generator, rows, lists = torch.Generator().manual_seed(draw(strategies.seeds())), None, None
+    has_lists = groups in (1, kv_heads, heads)  # attention has none of other groups
+    ways = ["rows", "all", "lists"] if has_lists else ["rows", "all"]
+    way = draw(st.sampled_from(ways))
+    if way == "rows":
+        rows = torch.randint(0, Sq, (draw(st.integers(1, 9)),), generator=generator)
+    elif way == "lists":
+        sizes = (draw(st.sampled_from([1, B])), draw(st.sampled_from([1, groups])), Sq, draw(st.integers(1, 12)))
+        lists = torch.randint(-1, -(-Sk // block_size), sizes, generator=generator)
+    beside = [draw(st.booleans()) for _ in range(3)]
+    return LossCase((B, groups, heads, kv_heads, Sq, Sk, draw(st.integers(1, 5))), choice, rows, lists, *beside)
+
+
+@given(case=loss_cases())
+def test_drawn_losses(device, dtype, case):
+    if device == "cpu":
+        for got, wanted in zip(case.loss(), case.expected(), strict=True):
+            torch.testing.assert_close(got, wanted)
+    else:
+        for got, wanted in zip(case.loss(device, dtype), case.loss(), strict=True):
+            torch.testing.assert_close(got.to(dtype), wanted.to(dtype))
 
 
 @pytest.mark.parametrize("way", ["rows", "lists", "pooled"])

@@ -37,6 +37,15 @@ def test_the_largest_tile_is_taken(device, tiles):
         ops.pack_tiles(mask, 40, 4100, 1, 1, *(tile + 32 if tile == 4096 else tile for tile in tiles))
 
 
+def test_what_is_exactly_at_the_limit_is_taken(device):
+    query = repeated(9, device=device)
+    out, _ = dmattn.attention(query, query, query, is_causal=True, scale=1e30, return_lse=True)
+    torch.testing.assert_close(out, query)
+    indexed = repeated(LONGEST, device=device)[:, :, :, None]
+    weights = torch.ones(1, 1, 1, 1, device=device).expand(1, 1, LONGEST, 1)
+    assert dmattn.index_top_k(indexed, repeated(LONGEST, device=device), weights, 0).indices.shape == (1, 1, LONGEST, 0)
+
+
 @pytest.mark.parametrize("window", [2**31, 2**32 + 2, 2**63 - 1])
 def test_a_local_window_and_sinks_beyond_32_bits_keep_every_key(device, window):
     scores = torch.full((1, 2, 40), -torch.inf, device=device)

@@ -125,6 +125,25 @@ def test_opcheck_index_top_k(sizes, dtype):
         )
 
 
+@pytest.mark.parametrize("sizes", [(0, 0), (1, 1), (5, 22)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_opcheck_index_loss(sizes, dtype):
+    rows, keys = sizes
+    weights, positions = tensor((2, 3, rows, 4), 0, dtype), torch.arange(rows) * 4
+    bound, blocks = torch.full((1, 3, keys), keys, dtype=torch.int32), keys // 8
+    lists = torch.full((2, 1, rows, blocks), 1, dtype=torch.int32)
+    beside = (tensor((3,), 1, dtype), tensor((1, 3, 1, keys), 2, dtype), tensor((2, 3, 2, rows), 3, dtype), positions)
+    plain = (*(None,) * 3, positions, *(None,) * 3)
+    last = (True, 2, 1, 0.5, 0.0, 0.25)
+    for columns, choices, given, sharp in (
+        (keys, keys, (*plain, keys, 1, False, *last), False),
+        (keys, keys // 4, (*beside, None, bound - bound, bound, keys, 4, True, *last), True),
+        (blocks * 8, blocks * 8, (*beside, lists, bound - bound, bound, keys, 8, False, *last), True),
+    ):
+        logits, products = tensor((2, 3, 2, rows, columns), 4, dtype), tensor((2, 3, 4, rows, choices), 5, dtype)
+        torch.library.opcheck(ops.index_loss.default, (logits, products, weights, *given, sharp, False))
+
+
 @pytest.mark.parametrize("size", [(0, 0), (3, 40)])
 def test_opcheck_list_keys(size):
     entries, capacity = size

@@ -21,7 +21,9 @@ from evidence import facts, record_fuzz
 
 TESTS = Path(__file__).parents[1]
 COMMIT = "0123456"
-CHECKED_OPS = {"select", "pack", "forward", "backward", "dynamic", "decode", "cache", "rewind", "reduce", "index_top_k", "cases"}
+CHECKED_OPS = {
+    "select", "pack", "forward", "backward", "dynamic", "decode", "cache", "rewind", "reduce", "index_top_k", "index_loss", "cases",
+}  # fmt: skip
 # Seven tests, so that no shard is empty and shards are not equally large; ids with blanks, as real ones have.
 NAMES = [f"some keys, {n}" for n in range(7)]
 

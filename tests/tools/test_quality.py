@@ -119,19 +119,20 @@ def test_queries_that_explore_attend_to_all(quality):
         "linear+local+recency+sink",
     ],
 )
-def test_the_layer_is_what_was_measured(quality, name):
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_layer_is_what_was_measured(quality, name, kv_heads):
     """With the same weights and random queries `DynamicMaskAttention` has the benchmark's output and, where it is taught, its loss."""
     from quality_model import Attention
 
-    settings = quality.settings_of({"task": "text", "variant": name, **SMALL, "width": 64, "heads": 4})
+    settings = quality.settings_of({"task": "text", "variant": name, **SMALL, "width": 64, "heads": 4, "kv_heads": kv_heads})
     measured, s = Attention(settings), settings
     torch.nn.init.normal_(measured.to_score.weight)
     layer = layer_with(
-        s.width, s.heads, s.window, local=s.local, sink_keys=s.sink, local_heads=s.plain_heads, score="linear", select_only=s.bias == "none",
-        queries=s.teach_rows, last=s.teach_last, sharp=s.teach_peak, explore=s.explore, recency=s.recency,
+        s.width, s.heads, s.window, num_kv_heads=kv_heads, local=s.local, sink_keys=s.sink, local_heads=s.plain_heads, score="linear",
+        select_only=s.bias == "none", queries=s.teach_rows, last=s.teach_last, sharp=s.teach_peak, explore=s.explore, recency=s.recency,
         partial_rotary_factor=s.rope_share, rotated_heads=s.plain_heads if s.rope_plain else None,
     )  # fmt: skip
-    parts = measured.qkv.weight.chunk(3)
+    parts = measured.qkv.weight.split([64, 16 * kv_heads, 16 * kv_heads])
     weights = {
         "q_proj": parts[0],
         "k_proj": parts[1],
@@ -154,7 +155,7 @@ def test_the_layer_is_what_was_measured(quality, name):
     torch.testing.assert_close(grad[0], expected_grad[0][: s.width])
 
 
-@pytest.mark.parametrize("options", [{}, {"index_shared": True, "index_block": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"index_shared": True, "index_block": 4}, {"kv_heads": 2}], ids=str)
 def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options):
     """With the same weights and random queries `IndexedAttention` has the study's output and loss."""
     from quality_model import Attention
@@ -169,9 +170,9 @@ def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options):
         queries=s.teach_rows,
         last=s.teach_last,
     )
-    layer = IndexedAttention.recommended(s.width, s.heads, s.visible, recipe=recipe)
+    layer = IndexedAttention.recommended(s.width, s.heads, s.visible, num_kv_heads=s.kv, recipe=recipe)
     assert (layer.window, layer.local, layer.local_heads) == (s.window, s.local, s.plain_heads)
-    weights = dict(zip(("q_proj", "k_proj", "v_proj"), measured.qkv.weight.chunk(3), strict=True))
+    weights = dict(zip(("q_proj", "k_proj", "v_proj"), measured.qkv.weight.split([64, 16 * s.kv, 16 * s.kv]), strict=True))
     state = {f"{module}.weight": weight for module, weight in (weights | {"o_proj": measured.out.weight}).items()}
     state |= {name: p for name, p in measured.state_dict().items() if name.startswith(("indexer", "log_slope"))}
     layer.load_state_dict(state)
@@ -255,6 +256,11 @@ def test_every_variant_trains(quality, name):
     assert point["held_bits"] > 0
     assert 0 <= point["held_accuracy"] <= 1
     json.dumps(result)
+
+
+@pytest.mark.parametrize("name", ["dense", "linear+value+local+explore", "query+local4+recency+mixed+living2+explore"])
+def test_heads_in_groups_train(quality, name):
+    assert quality.result_of({"task": "mqar", "variant": name, **SMALL, "heads": 4, "kv_heads": 2})["complete"]
 
 
 def test_gates_are_distilled_from_the_dense_model(quality):

@@ -1,0 +1,293 @@
+// The loss of an indexer and its gradients by the indexer's products. A block of threads has a query of a group.
+//
+// Its rows of products are read a few times, each time by the same steps as on the CPU (cpp/cpu/index_loss.h): the sums of
+// attention's exponentials, attention of each key, blocks of keys, gradients by scores, gradients by products.
+#include "../../index_loss_row.h"
+#include "../common/device.cuh"
+#include "../common/kernel_limits.cuh"
+#include "../launch.h"
+
+namespace dmattn::cuda {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+
+template <class R>
+__device__ __forceinline__ R lowest() {
+  return static_cast<R>(negative_infinity());
+}
+
+// What the threads found, combined in all of them; `shared` has room for kWarps.
+template <class V, class Combine>
+__device__ __forceinline__ V over_threads(V value, V* shared, Combine combine) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) value = combine(value, value.from_lane(lanes));
+  __syncthreads();  // the numbers of the call before were read
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = shared[0];
+#pragma unroll 1
+  for (int warp = 1; warp < kWarps; ++warp) value = combine(value, shared[warp]);
+  return value;
+}
+
+template <class R>
+struct Number {
+  R value;
+  __device__ __forceinline__ Number from_lane(int lanes) const { return {__shfl_xor_sync(0xffffffffu, value, lanes)}; }
+};
+
+// The largest of some numbers and the sum of their exponentials, of which `base` is subtracted; -inf has none, NaN stays.
+template <class R>
+struct Exponentials {
+  R largest, sum;  // of nothing: -inf, 0
+
+  __device__ __forceinline__ R base() const { return largest == lowest<R>() ? R(0) : largest; }
+  __device__ __forceinline__ void add(R x) {
+    if (x > largest) sum *= exp(base() == largest ? largest - x : lowest<R>()), largest = x;
+    sum += exp(x - base());
+  }
+  __device__ __forceinline__ Exponentials from_lane(int lanes) const {
+    return {__shfl_xor_sync(0xffffffffu, largest, lanes), __shfl_xor_sync(0xffffffffu, sum, lanes)};
+  }
+  static __device__ __forceinline__ Exponentials both(const Exponentials& a, const Exponentials& b) {
+    Exponentials c;
+    c.largest = a.largest > b.largest ? a.largest : b.largest;
+    c.sum = a.sum * exp(a.largest - c.base()) + b.sum * exp(b.largest - c.base());
+    return c;
+  }
+};
+
+// Of the blocks that a query may choose: their attention, and their scores.
+template <class R>
+struct Totals {
+  R mass, largest_mass;
+  Exponentials<R> scores;
+
+  __device__ __forceinline__ Totals from_lane(int lanes) const {
+    return {__shfl_xor_sync(0xffffffffu, mass, lanes), __shfl_xor_sync(0xffffffffu, largest_mass, lanes),
+            scores.from_lane(lanes)};
+  }
+  static __device__ __forceinline__ Totals both(const Totals& a, const Totals& b) {
+    return {a.mass + b.mass, a.largest_mass > b.largest_mass ? a.largest_mass : b.largest_mass,
+            Exponentials<R>::both(a.scores, b.scores)};
+  }
+};
+
+template <class R>
+struct Sums {
+  R loss, of_slope;
+  __device__ __forceinline__ Sums from_lane(int lanes) const {
+    return {__shfl_xor_sync(0xffffffffu, loss, lanes), __shfl_xor_sync(0xffffffffu, of_slope, lanes)};
+  }
+};
+
+template <class R, class T>
+struct Query {
+  const IndexLossParams& p;
+  int64_t number, batch, group, of_group, query;
+  IndexLossRow row;
+  R *mass, *scores;  // [keys] of the workspace, whole blocks; those of a block lie where its keys begin
+  int64_t columns;   // of logits that may have a key that the query sees: the later ones have none
+
+  __device__ __forceinline__ Query(const IndexLossParams& params, R* workspace) : p(params), number(blockIdx.x) {
+    of_group = number / p.rows, query = number % p.rows, group = of_group % p.groups, batch = of_group / p.groups;
+    row = index_loss_row(p, batch, group, query);
+    const int64_t stride = index_loss_stride(p);
+    mass = workspace + 2 * number * stride, scores = mass + stride;
+    columns = p.keys;
+    if (!row.list && row.is_causal) columns = max(int64_t{0}, min(columns, row.position + 1));
+  }
+
+  __device__ __forceinline__ R logit(int64_t head, int64_t column, int64_t key) const {
+    const int64_t row_number = (of_group * p.heads + head) * p.rows + query;
+    R x = static_cast<const R*>(p.logits)[row_number * p.keys + column] * static_cast<R>(p.scale);
+    const R cap = static_cast<R>(p.softcap);
+    if (cap > 0) x = cap * tanh(x / cap);
+    if (p.key_bias) {
+      x += static_cast<const R*>(
+          p.key_bias)[batch * p.bias_batch_stride + group * p.bias_group_stride + head * p.bias_head_stride + key];
+    }
+    return x;
+  }
+  __device__ __forceinline__ const R* products(int64_t head) const {
+    return static_cast<const R*>(p.products) + ((of_group * p.index_heads + head) * p.rows + query) * p.choices;
+  }
+  __device__ __forceinline__ R weight(int64_t head) const {
+    return static_cast<const R*>(p.weights)[number * p.index_heads + head];
+  }
+  __device__ __forceinline__ R score(int64_t column) const {
+    const R scale = static_cast<R>(p.index_scale);
+    R sum = 0;
+#pragma unroll 4
+    for (int64_t head = 0; head < p.index_heads; ++head) {
+      const R product = products(head)[column] * scale;
+      sum += weight(head) * (product < 0 ? R(0) : product);  // NaN stays NaN
+    }
+    if (p.slope) sum += static_cast<const R*>(p.slope)[group] * distance_of<R>(row, column, p.is_pooled);
+    return sum;
+  }
+
+  // Of each head what is subtracted from its logits, and what their exponentials are multiplied with then.
+  __device__ __forceinline__ void find_sums(R* base, R* factor, Exponentials<R>* shared) const {
+    for (int64_t head = 0; head < p.heads; ++head) {
+      Exponentials<R> own{lowest<R>(), 0};
+      if (p.lse) {
+        own = {static_cast<const R*>(p.lse)[(of_group * p.heads + head) * p.rows + query], 1};
+      } else {
+#pragma unroll 4
+        for (int64_t j = threadIdx.x; j < columns; j += kThreads) {
+          const int64_t key = key_of_column(row, j);
+          if (sees(row, key)) own.add(logit(head, j, key));
+        }
+        own = over_threads(own, shared, Exponentials<R>::both);
+      }
+      // Where nothing is seen but logits of -inf, the sum is 0.
+      if (threadIdx.x == 0)
+        base[head] = own.base(), factor[head] = own.sum == 0 ? R(0) : R(1) / (own.sum * static_cast<R>(p.heads));
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void find_mass(const R* base, const R* factor) const {
+#pragma unroll 2
+    for (int64_t j = threadIdx.x; j < columns; j += kThreads) {
+      const int64_t key = key_of_column(row, j);
+      R sum = 0;
+      if (sees(row, key) && competes(row, key)) {
+#pragma unroll 4
+        for (int64_t head = 0; head < p.heads; ++head) sum += exp(logit(head, j, key) - base[head]) * factor[head];
+      }
+      mass[j] = sum;
+    }
+    __syncthreads();
+  }
+
+  // A block's attention and score in the place of its first key, -1 if it does not compete; and which of its keys has the score.
+  __device__ __forceinline__ Totals<R> find_blocks(int64_t blocks) const {
+    Totals<R> own{0, 0, {lowest<R>(), 0}};
+#pragma unroll 2
+    for (int64_t n = threadIdx.x; n < blocks; n += kThreads) {
+      const int64_t first = n << p.log2_block, last = min(first + (int64_t{1} << p.log2_block), p.keys);
+      R sum = 0, best = lowest<R>();
+      int64_t chosen = -1;
+      bool is_whole = true;
+      for (int64_t j = first; j < last; ++j) {
+        const int64_t key = key_of_column(row, j);
+        const bool is_seen = j < columns && sees(row, key);
+        is_whole = is_whole && is_seen;
+        if (!is_seen || !competes(row, key)) continue;
+        sum += mass[j];
+        if (p.is_pooled) {
+          chosen = first;
+          continue;
+        }
+        const R own_score = score(j);
+        if (chosen < 0 || own_score > best || own_score != own_score) best = own_score, chosen = j;
+      }
+      if (p.is_pooled) chosen = is_whole ? chosen : -1;
+      if (chosen < 0) {
+        mass[first] = -1;
+        continue;
+      }
+      if (p.is_pooled) best = score(n);
+      mass[first] = sum, scores[first] = best;
+      if (p.log2_block > 0 && !p.is_pooled) scores[first + 1] = static_cast<R>(chosen - first);
+      own.mass += sum, own.largest_mass = sum > own.largest_mass ? sum : own.largest_mass;
+      own.scores.add(best);
+    }
+    return own;
+  }
+
+  // The gradient by the score of a column of products in the place of its (first) key, in mass.
+  __device__ __forceinline__ Sums<R> find_gradients(int64_t blocks, const Totals<R>& all, R weight) const {
+    Sums<R> own{0, 0};
+    const R log_sum = log(all.scores.sum);
+#pragma unroll 2
+    for (int64_t n = threadIdx.x; n < blocks; n += kThreads) {
+      const int64_t first = n << p.log2_block, last = min(first + (int64_t{1} << p.log2_block), p.keys);
+      const R sum = mass[first], best = scores[first];
+      const bool is_one_of_many = p.log2_block > 0 && !p.is_pooled;
+      R gradient = 0;
+      int64_t chosen = first;
+      if (sum != R(-1) && all.mass > 0) {
+        const R share = sum / all.mass, predicted = best - all.scores.base() - log_sum;
+        if (is_one_of_many) chosen += static_cast<int64_t>(scores[first + 1]);
+        gradient = weight * (exp(predicted) - share);
+        if (share > 0) own.loss += share * (log(share) - predicted);
+        if (p.slope) own.of_slope += gradient * distance_of<R>(row, p.is_pooled ? n : chosen, p.is_pooled);
+      }
+      if (is_one_of_many) {
+        for (int64_t j = first; j < last; ++j) mass[j] = 0;
+      }
+      mass[chosen] = gradient;
+    }
+    return own;
+  }
+
+  __device__ __forceinline__ void write_products(int64_t choices, Number<R>* shared) const {
+    const R scale = static_cast<R>(p.index_scale);
+    const int log2_width = p.is_pooled ? p.log2_block : 0;
+    for (int64_t head = 0; head < p.index_heads; ++head) {
+      const R *const of_head = products(head), factor = weight(head) * scale;
+      T* const to = static_cast<T*>(p.of_products) + (of_head - static_cast<const R*>(p.products));
+      Number<R> of_weight{0};
+#pragma unroll 4
+      for (int64_t c = threadIdx.x; c < choices; c += kThreads) {
+        const R product = of_head[c] * scale, gradient = mass[c << log2_width];
+        const bool is_active = product > 0;
+        of_weight.value += is_active ? gradient * product : R(0);
+        to[c] = static_cast<T>(is_active ? gradient * factor : R(0));
+      }
+      for (int64_t c = choices + threadIdx.x; c < p.choices; c += kThreads) to[c] = static_cast<T>(R(0));
+      of_weight = over_threads(of_weight, shared, [](Number<R> a, Number<R> b) { return Number<R>{a.value + b.value}; });
+      if (threadIdx.x == 0) static_cast<R*>(p.of_weights)[number * p.index_heads + head] = of_weight.value;
+    }
+  }
+};
+
+// logits [B, G, h, rows, keys], products [B, G, Hi, rows, choices] -> losses [B, G, rows], of_products like products (T),
+// of_weights [B, G, rows, Hi], of_slopes [B, G, rows]. A block of threads for each row of losses.
+template <class R, class T>
+__global__ __launch_bounds__(kThreads, sizeof(R) == 8 ? 2 : 4) void index_loss_kernel(const __grid_constant__ IndexLossParams p,
+                                                                                      R* workspace) {
+  extern __shared__ double dynamic[];  // aligned for either type
+  R *const base = reinterpret_cast<R*>(dynamic), *const factor = base + p.heads;
+  __shared__ Totals<R> totals[kWarps];
+  __shared__ Exponentials<R> exponentials[kWarps];
+  __shared__ Sums<R> sums[kWarps];
+  __shared__ Number<R> numbers[kWarps];
+  const Query<R, T> of(p, workspace);
+  of.find_sums(base, factor, exponentials);
+  of.find_mass(base, factor);
+  const int64_t blocks = min((of.columns + (int64_t{1} << p.log2_block) - 1) >> p.log2_block, p.blocks);
+  const Totals<R> all = over_threads(of.find_blocks(blocks), totals, Totals<R>::both);
+  // Where no key that competes has attention there is nothing to learn. NaN is told.
+  const R weight = !(all.mass > 0) ? all.mass : p.is_sharp ? all.mass * all.largest_mass : R(1);
+  const auto add = [](const Sums<R>& a, const Sums<R>& b) { return Sums<R>{a.loss + b.loss, a.of_slope + b.of_slope}; };
+  const Sums<R> found = over_threads(of.find_gradients(blocks, all, weight), sums, add);
+  if (threadIdx.x == 0) {
+    static_cast<R*>(p.losses)[of.number] = all.mass > 0 ? weight * found.loss : weight;
+    static_cast<R*>(p.of_slopes)[of.number] = found.of_slope;
+  }
+  of.write_products(p.is_pooled ? blocks : of.columns, numbers);
+}
+
+template <class R, class T>
+cudaError_t launch(const IndexLossParams& p, void* workspace, cudaStream_t stream) {
+  static KernelAttribute known;
+  const int bytes = static_cast<int>(2 * p.heads * static_cast<int64_t>(sizeof(R)));
+  const cudaError_t status = allow_shared_bytes(known, index_loss_kernel<R, T>, bytes);
+  if (status != cudaSuccess) return status;
+  index_loss_kernel<R, T><<<grid_of(p.batch * p.groups * p.rows), kThreads, bytes, stream>>>(p, static_cast<R*>(workspace));
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_index_loss(const IndexLossParams& p, void* workspace, cudaStream_t stream) {
+  if (p.batch * p.groups * p.rows == 0) return cudaSuccess;
+  if (p.is_double) return launch<double, double>(p, workspace, stream);
+  return p.to_bfloat16 ? launch<float, __nv_bfloat16>(p, workspace, stream) : launch<float, float>(p, workspace, stream);
+}
+
+}  // namespace dmattn::cuda
