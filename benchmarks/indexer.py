@@ -52,7 +52,9 @@ CUDA = [
     Case(65536, 2048, groups=1, heads=64, head_dim=128),
 ]
 CPU = [Case(4096, 256), Case(4096, 256, 16, "mean_key")]
-LOSS = [(32768, 8, 4, 128), (32768, 4, 1, 64), (131072, 8, 4, 128)]  # keys, groups, heads of a group, D
+# Of the loss: keys, groups, heads of a group, D
+CUDA_LOSS = [(32768, 8, 4, 128), (32768, 4, 1, 64), (131072, 8, 4, 128)]
+CPU_LOSS = [(4096, 8, 4, 64)]
 DECODE = [(1, 131072, 2048), (16, 131072, 2048)]  # sequences, keys, keys that are listed
 
 
@@ -166,8 +168,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
-    cases = CUDA if on_gpu else CPU
+    cases, losses = (CUDA, CUDA_LOSS) if on_gpu else (CPU, CPU_LOSS)
     if arguments.quick:
+        losses = []
         cases = [dataclasses.replace(cases[0], length=512, keys=64)]
     rows = []
     for case in cases:
@@ -175,7 +178,7 @@ def main() -> None:
         print(
             {name: rows[-1][name] for name in rows[-1] if name == "case" or name.endswith(("_ms", "speedup", "_mb"))}, flush=True
         )
-    for sizes in [] if arguments.quick else LOSS if on_gpu else [(4096, 8, 4, 64)]:
+    for sizes in losses:
         rows.append(loss_row(*sizes, arguments.device, arguments.repeats))
         print({name: rows[-1][name] for name in ("case", "loss_ms", "loss_peak_mb")}, flush=True)
     for sizes in DECODE if on_gpu and not arguments.quick else []:

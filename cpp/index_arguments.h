@@ -16,22 +16,27 @@ struct CheckedIndexTopK {
   IndexTopKParams params;
 };
 
+// What competes: options of the choice of keys and of the loss.
+inline void check_competition(int64_t key_length, int64_t block_size, int64_t local, int64_t sink) {
+  check(key_length >= 0 && key_length <= kMaxLength, "key_length: expected 0 <= key_length <= ", kMaxLength, ", got ",
+        key_length);
+  check(block_size > 0 && block_size <= kMaxIndexBlock && (block_size & (block_size - 1)) == 0,
+        "block_size: expected a power of two up to ", kMaxIndexBlock, ", got ", block_size);
+  check(local >= 0, "local: expected a number of keys >= 0, got ", local);
+  check(sink >= 0, "sink: expected a number of keys >= 0, got ", sink);
+}
+
 inline void check_index_sizes(const Tensor& query, const Tensor& key, int64_t key_length, int64_t k, int64_t block_size,
                               int64_t local, int64_t sink, double scale) {
   check(query.dim() == 5, "index_query: expected 5 dimensions [B, G, Sq, Hi, Di], got ", shape_text(query));
   check(key.dim() == 4, "index_key: expected 4 dimensions [B, G, Sk, Di], got ", shape_text(key));
   check_extent("index_query", query), check_extent("index_key", key);
-  check(key_length >= 0 && key_length <= kMaxLength, "key_length: expected 0 <= key_length <= ", kMaxLength, ", got ",
-        key_length);
   check(query.size(2) <= kMaxLength, "index_query: expected up to ", kMaxLength, " queries, got ", shape_text(query));
   check(query.size(3) > 0 && query.size(3) <= kMaxIndexHeads, "index_query: expected 1 to ", kMaxIndexHeads, " heads, got ",
         shape_text(query));
   check_head_size("index_query", query.size(4));
   check(k >= 0, "k: expected a number of keys >= 0, got ", k);
-  check(block_size > 0 && block_size <= kMaxIndexBlock && (block_size & (block_size - 1)) == 0,
-        "block_size: expected a power of two up to ", kMaxIndexBlock, ", got ", block_size);
-  check(local >= 0, "local: expected a number of keys >= 0, got ", local);
-  check(sink >= 0, "sink: expected a number of keys >= 0, got ", sink);
+  check_competition(key_length, block_size, local, sink);
   check_scale(scale);
 }
 

@@ -1,7 +1,7 @@
 // Tensors in, params out for the loss of an indexer.
 #pragma once
 
-#include "tensors.h"
+#include "index_arguments.h"
 
 namespace dmattn {
 
@@ -35,12 +35,7 @@ struct CheckedIndexLoss {
     check(type == ScalarType::Float || type == ScalarType::Double, "logits: expected dtype float32 or float64, got ",
           dtype_name(type));
     check_extent("logits", logits), check_extent("products", products);
-    check(block_size > 0 && block_size <= kMaxIndexBlock && (block_size & (block_size - 1)) == 0,
-          "block_size: expected a power of two up to ", kMaxIndexBlock, ", got ", block_size);
-    check(key_length >= 0 && key_length <= kMaxLength, "key_length: expected 0 <= key_length <= ", kMaxLength, ", got ",
-          key_length);
-    check(local >= 0, "local: expected a number of keys >= 0, got ", local);
-    check(sink >= 0, "sink: expected a number of keys >= 0, got ", sink);
+    check_competition(key_length, block_size, local, sink);
     check_scale(scale), check_scale(index_scale, "index_scale"), check_softcap(softcap);
     check(!to_bfloat16 || type == ScalarType::Float, "to_bfloat16: expected False for float64, got True");
     while ((int64_t{1} << p.log2_block) < block_size) ++p.log2_block;
@@ -52,10 +47,9 @@ struct CheckedIndexLoss {
     check(p.keys == (lists ? p.blocks * block_size : key_length),
           "logits: expected M=", lists ? p.blocks * block_size : key_length, ", got ", shape_text(logits));
     const int64_t choices = is_pooled ? p.blocks : p.keys;
-    check_dtype("products", products, type), check_dtype("weights", weights, type),
-        check_dtype("positions", positions, ScalarType::Long);
-    check_device("products", products, logits), check_device("weights", weights, logits),
-        check_device("positions", positions, logits);
+    check_dtype("products", products, type), check_device("products", products, logits);
+    check_dtype("weights", weights, type), check_device("weights", weights, logits);
+    check_dtype("positions", positions, ScalarType::Long), check_device("positions", positions, logits);
     check_shape("products", products, {p.batch, p.groups, p.index_heads, p.rows, choices}, "[B, G, Hi, R, N]");
     check_shape("weights", weights, {p.batch, p.groups, p.rows, p.index_heads}, "[B, G, R, Hi]");
     check_shape("positions", positions, {p.rows}, "[R]");
@@ -108,5 +102,19 @@ struct CheckedIndexLoss {
     view = to_per_head(name, *given, logits, params.batch, params.groups, params.groups, rest, meaning, as_contiguous);
   }
 };
+
+// The op on a device, which computes what was checked by `run`.
+template <void (*run)(const CheckedIndexLoss&)>
+std::tuple<Tensor, Tensor, Tensor, Tensor> index_loss_op(
+    const Tensor& logits, const Tensor& products, const Tensor& weights, std::optional<Tensor> slope,
+    std::optional<Tensor> key_bias, std::optional<Tensor> lse, const Tensor& positions, std::optional<Tensor> lists,
+    std::optional<Tensor> start, std::optional<Tensor> end, int64_t key_length, int64_t block_size, bool is_pooled,
+    bool is_causal, int64_t local, int64_t sink, double scale, double softcap, double index_scale, bool sharp, bool to_bfloat16) {
+  const CheckedIndexLoss checked(logits, products, weights, std::move(slope), std::move(key_bias), std::move(lse), positions,
+                                 std::move(lists), std::move(start), std::move(end), key_length, block_size, is_pooled, is_causal,
+                                 local, sink, scale, softcap, index_scale, sharp, to_bfloat16);
+  run(checked);
+  return {checked.losses, checked.of_products, checked.of_weights, checked.of_slopes};
+}
 
 }  // namespace dmattn

@@ -21,7 +21,7 @@ export LD_PRELOAD="$("$cxx" -print-file-name=libasan.so):$("$cxx" -print-file-na
 # New memory is 0xff, NaN in every floating-point type: the allocator trick of dmattn.testing needs glibc's malloc, which ASan replaces.
 export ASAN_OPTIONS="detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_byte=255:${ASAN_OPTIONS:-}"
 export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:${UBSAN_OPTIONS:-}"
-export PYTHONPATH="$PWD/build/asan/site" PYTHONMALLOC=malloc OMP_NUM_THREADS=1
+export PYTHONPATH="$PWD/build/asan/site" PYTHONMALLOC=malloc OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE
 "$python" -c 'import dmattn; print(dmattn.library_path())' | grep -q build/asan/site
 exec "$python" -m pytest -p no:cacheprovider -q -n "$(nproc)" tests/ops/test_select.py tests/masks/test_masks.py tests/ops/test_forward.py tests/ops/test_backward.py \
   tests/ops/test_errors.py tests/ops/test_limits.py tests/ops/test_sdpa.py tests/masks/test_index_calls.py tests/ops/test_indexer.py tests/ops/test_dynamic_mask_attention.py \

@@ -62,11 +62,8 @@ def described(s: dict[str, Any]) -> str:
         words = ["taught scores" if taught else f"{'Doge' if s['score'] == 'exp' else 'linear'} scores added to logits"]
         words += [f"{s['local']} local"] if s["local"] else []
         words += [f"{s['sink']} sinks"] if s["sink"] else []
-    words += (
-        [f"{s['plain_heads']} of {s.get('kv_heads') or s['heads']} heads with {s['plain_local']} local keys alone"]
-        if s["plain_heads"]
-        else []
-    )
+    kv_heads = s.get("kv_heads") or s["heads"]
+    words += [f"{s['plain_heads']} of {kv_heads} heads with {s['plain_local']} local keys alone"] if s["plain_heads"] else []
     words += [f"one layer in {s['dense_every']} dense"] if s.get("dense_every") else []
     words += ["the others not rotated"] if s.get("rope_plain") else []
     words += ["recency"] if s["recency"] else []

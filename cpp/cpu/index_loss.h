@@ -31,6 +31,7 @@ R logarithm(R x) {
   return static_cast<R>(sizeof(R) == 8 ? __builtin_log(x) : __builtin_logf(static_cast<float>(x)));
 }
 
+// Which columns have keys that the query sees; returns how many columns there are up to the last of these.
 template <class R>
 int64_t find_visible(const IndexLossParams& p, const IndexLossRow& row, const IndexLossScratch<R>& s) {
   int64_t columns = 0;
@@ -112,7 +113,7 @@ void find_scores(const IndexLossParams& p, const IndexLossRow& row, const R* pro
   }
 }
 
-// Turns what is known of keys into what is known of blocks; the largest score.
+// Replaces the mass and the scores of keys by those of blocks, and returns the largest score.
 template <class R>
 R find_blocks(const IndexLossParams& p, int64_t blocks, const IndexLossScratch<R>& s) {
   R largest = -static_cast<R>(kInfinity);
@@ -152,7 +153,7 @@ void index_loss_of(const IndexLossParams& p, int64_t task, void* scratch) {
   const R largest = find_blocks(p, blocks, s);
   R total = 0, largest_mass = 0;
   for (int64_t n = 0; n < blocks; ++n) total += s.mass[n], largest_mass = s.mass[n] > largest_mass ? s.mass[n] : largest_mass;
-  // Where no key that competes has attention there is nothing to learn. NaN is told.
+  // Where no key that competes has attention there is nothing to learn. NaN becomes the loss.
   const R weight = !(total > 0) ? total : p.is_sharp ? total * largest_mass : R(1);
   R* const exponentials = s.visible;
   R sum = 0, loss = 0, of_slope = 0;

@@ -14,7 +14,7 @@ from dmattn.autograd import has_tangent
 from dmattn.call import autocast
 from dmattn.fake import accumulate_dtype
 from dmattn.index_composed import composed_loss
-from dmattn.index_products import OfAll, OfLists, distinct, of_groups
+from dmattn.index_products import AllProducts, ListedProducts, distinct, of_groups
 from dmattn.indexer import (
     BlockScore,
     IndexSizes,
@@ -195,17 +195,17 @@ def _index_loss(
         key_bias = key_bias.to(dtype)
     lse = None if lse is None or lists is None else lse.to(dtype).unflatten(1, (groups, -1))
     with torch.autocast(index_query.device.type, enabled=False):
+        products: Any = AllProducts(index_key, key) if lists is None else None
         for part in (slice(first, min(first + step, count)) for first in range(0, count, step)):
-            blocks = None if lists is None else distinct(lists[:, :, part])
-            given = index_query[:, :, part], index_key, query[..., part, :], key
-            of = OfAll(*given) if blocks is None else OfLists(*given, blocks, block_size, is_pooled)
+            taught, blocks = index_query[:, :, part], None if lists is None else distinct(lists[:, :, part])
+            if blocks is not None:
+                products = ListedProducts(index_key, key, blocks, block_size, is_pooled)
             losses[:, :, part], of_products, gradients[2][:, :, part], of_slopes[:, :, part] = torch.ops.dmattn.index_loss(
-                of.attention().to(dtype), of.indexer(), weights[:, :, part], slope, key_bias, None if lse is None else lse[..., part],
-                rows[part] + offset, blocks, start, end, keys, block_size, is_pooled, is_causal, local, sink_keys, scale, softcap,
-                index_factor, sharp, of.narrow,
+                products.attention(query[..., part, :]).to(dtype), products.indexer(taught), weights[:, :, part], slope, key_bias,
+                None if lse is None else lse[..., part], rows[part] + offset, blocks, start, end, keys, block_size, is_pooled, is_causal,
+                local, sink_keys, scale, softcap, index_factor, sharp, products.to_bfloat16,
             )  # fmt: skip
-            of_query, of_key = of.gradients(of_products)
-            gradients[0][:, :, part] = of_query
+            gradients[0][:, :, part], of_key = products.gradients(taught, of_products)
             gradients[1] += of_key
     mean = 1 / (batch * groups * count)
     gradients = [gradient * mean for gradient in gradients]

@@ -37,7 +37,7 @@ struct Number {
   __device__ __forceinline__ Number from_lane(int lanes) const { return {__shfl_xor_sync(0xffffffffu, value, lanes)}; }
 };
 
-// The largest of some numbers and the sum of their exponentials, of which `base` is subtracted; -inf has none, NaN stays.
+// The largest of some numbers x, and the sum of exp(x - base). -inf adds nothing, NaN makes the sum NaN.
 template <class R>
 struct Exponentials {
   R largest, sum;  // of nothing: -inf, 0
@@ -261,7 +261,7 @@ __global__ __launch_bounds__(kThreads, sizeof(R) == 8 ? 2 : 4) void index_loss_k
   of.find_mass(base, factor);
   const int64_t blocks = min((of.columns + (int64_t{1} << p.log2_block) - 1) >> p.log2_block, p.blocks);
   const Totals<R> all = over_threads(of.find_blocks(blocks), totals, Totals<R>::both);
-  // Where no key that competes has attention there is nothing to learn. NaN is told.
+  // Where no key that competes has attention there is nothing to learn. NaN becomes the loss.
   const R weight = !(all.mass > 0) ? all.mass : p.is_sharp ? all.mass * all.largest_mass : R(1);
   const auto add = [](const Sums<R>& a, const Sums<R>& b) { return Sums<R>{a.loss + b.loss, a.of_slope + b.of_slope}; };
   const Sums<R> found = over_threads(of.find_gradients(blocks, all, weight), sums, add);
