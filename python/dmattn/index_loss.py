@@ -13,7 +13,6 @@ from dmattn.attention import attention
 from dmattn.autograd import has_tangent
 from dmattn.call import autocast
 from dmattn.fake import accumulate_dtype
-from dmattn.index_composed import composed_loss
 from dmattn.index_products import AllProducts, ListedProducts, distinct, of_groups
 from dmattn.indexer import (
     BlockScore,
@@ -178,11 +177,6 @@ def _index_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The loss, and its gradients by index_query, index_key, weights and slope. index_query, weights and query are those of ``rows`` alone;
     index_key holds means of blocks where is_pooled."""
-    if index_query.is_cuda:
-        return composed_loss(
-            index_query, index_key, weights, slope, query, key, key_bias, rows, lse, lists, start, end, offset, is_causal, local, sink_keys,
-            scale, softcap, index_factor, block_size, is_pooled, sharp,
-        )  # fmt: skip
     batch, groups, count, index_heads, _ = index_query.shape
     heads, keys, dtype = query.shape[1], key.shape[2], accumulate_dtype(index_query.dtype)
     losses, of_slopes = weights.new_empty(batch, groups, count), weights.new_empty(batch, groups, count)
