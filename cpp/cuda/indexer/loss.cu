@@ -10,14 +10,18 @@
 namespace dmattn::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+// Threads of a block. Long rows have more, because there may be few of them.
+template <class R>
+constexpr int kMostThreads = sizeof(R) == 8 ? 512 : 1024;
+constexpr int kLeastThreads = 256;
+constexpr int64_t kLongRow = 8192;
 
 template <class R>
 __device__ __forceinline__ R lowest() {
   return static_cast<R>(negative_infinity());
 }
 
-// What the threads found, combined in all of them; `shared` has room for kWarps.
+// What the threads found, combined in all of them; `shared` has room for a number of each warp.
 template <class V, class Combine>
 __device__ __forceinline__ V over_threads(V value, V* shared, Combine combine) {
 #pragma unroll
@@ -27,7 +31,7 @@ __device__ __forceinline__ V over_threads(V value, V* shared, Combine combine) {
   __syncthreads();
   value = shared[0];
 #pragma unroll 1
-  for (int warp = 1; warp < kWarps; ++warp) value = combine(value, shared[warp]);
+  for (unsigned warp = 1; warp < blockDim.x / 32; ++warp) value = combine(value, shared[warp]);
   return value;
 }
 
@@ -136,7 +140,7 @@ struct Query {
         own = {static_cast<const R*>(p.lse)[(of_group * p.heads + head) * p.rows + query], 1};
       } else {
 #pragma unroll 4
-        for (int64_t j = threadIdx.x; j < columns; j += kThreads) {
+        for (int64_t j = threadIdx.x; j < columns; j += blockDim.x) {
           const int64_t key = key_of_column(row, j);
           if (sees(row, key)) own.add(logit(head, j, key));
         }
@@ -150,7 +154,7 @@ struct Query {
   }
   __device__ __forceinline__ void find_mass(const R* base, const R* factor) const {
 #pragma unroll 2
-    for (int64_t j = threadIdx.x; j < columns; j += kThreads) {
+    for (int64_t j = threadIdx.x; j < columns; j += blockDim.x) {
       const int64_t key = key_of_column(row, j);
       R sum = 0;
       if (sees(row, key) && competes(row, key)) {
@@ -166,7 +170,7 @@ struct Query {
   __device__ __forceinline__ Totals<R> find_blocks(int64_t blocks) const {
     Totals<R> own{0, 0, {lowest<R>(), 0}};
 #pragma unroll 2
-    for (int64_t n = threadIdx.x; n < blocks; n += kThreads) {
+    for (int64_t n = threadIdx.x; n < blocks; n += blockDim.x) {
       const int64_t first = n << p.log2_block, last = min(first + (int64_t{1} << p.log2_block), p.keys);
       R sum = 0, best = lowest<R>();
       int64_t chosen = -1;
@@ -203,7 +207,7 @@ struct Query {
     Sums<R> own{0, 0};
     const R log_sum = log(all.scores.sum);
 #pragma unroll 2
-    for (int64_t n = threadIdx.x; n < blocks; n += kThreads) {
+    for (int64_t n = threadIdx.x; n < blocks; n += blockDim.x) {
       const int64_t first = n << p.log2_block, last = min(first + (int64_t{1} << p.log2_block), p.keys);
       const R sum = mass[first], best = scores[first];
       const bool is_one_of_many = p.log2_block > 0 && !p.is_pooled;
@@ -232,13 +236,13 @@ struct Query {
       T* const to = static_cast<T*>(p.of_products) + (of_head - static_cast<const R*>(p.products));
       Number<R> of_weight{0};
 #pragma unroll 4
-      for (int64_t c = threadIdx.x; c < choices; c += kThreads) {
+      for (int64_t c = threadIdx.x; c < choices; c += blockDim.x) {
         const R product = of_head[c] * scale, gradient = mass[c << log2_width];
         const bool is_active = product > 0;
         of_weight.value += is_active ? gradient * product : R(0);
         to[c] = static_cast<T>(is_active ? gradient * factor : R(0));
       }
-      for (int64_t c = choices + threadIdx.x; c < p.choices; c += kThreads) to[c] = static_cast<T>(R(0));
+      for (int64_t c = choices + threadIdx.x; c < p.choices; c += blockDim.x) to[c] = static_cast<T>(R(0));
       of_weight = over_threads(of_weight, shared, [](Number<R> a, Number<R> b) { return Number<R>{a.value + b.value}; });
       if (threadIdx.x == 0) static_cast<R*>(p.of_weights)[number * p.index_heads + head] = of_weight.value;
     }
@@ -248,8 +252,8 @@ struct Query {
 // logits [B, G, h, rows, keys], products [B, G, Hi, rows, choices] -> losses [B, G, rows], of_products like products (T),
 // of_weights [B, G, rows, Hi], of_slopes [B, G, rows]. A block of threads for each row of losses.
 template <class R, class T>
-__global__ __launch_bounds__(kThreads, sizeof(R) == 8 ? 2 : 4) void index_loss_kernel(const __grid_constant__ IndexLossParams p,
-                                                                                      R* workspace) {
+__global__ __launch_bounds__(kMostThreads<R>) void index_loss_kernel(const __grid_constant__ IndexLossParams p, R* workspace) {
+  constexpr int kWarps = kMostThreads<R> / 32;
   extern __shared__ double dynamic[];  // aligned for either type
   R *const base = reinterpret_cast<R*>(dynamic), *const factor = base + p.heads;
   __shared__ Totals<R> totals[kWarps];
@@ -278,7 +282,8 @@ cudaError_t launch(const IndexLossParams& p, void* workspace, cudaStream_t strea
   const int bytes = static_cast<int>(2 * p.heads * static_cast<int64_t>(sizeof(R)));
   const cudaError_t status = allow_shared_bytes(known, index_loss_kernel<R, T>, bytes);
   if (status != cudaSuccess) return status;
-  index_loss_kernel<R, T><<<grid_of(p.batch * p.groups * p.rows), kThreads, bytes, stream>>>(p, static_cast<R*>(workspace));
+  const int threads = p.keys < kLongRow ? kLeastThreads : kMostThreads<R>;
+  index_loss_kernel<R, T><<<grid_of(p.batch * p.groups * p.rows), threads, bytes, stream>>>(p, static_cast<R*>(workspace));
   return cudaGetLastError();
 }
 

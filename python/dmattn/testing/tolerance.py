@@ -78,7 +78,7 @@ class Terms:
 
     storage: Tensor
     arithmetic: Tensor
-    by_rounded_out: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=TRUTH))
+    by_rounded_out: Tensor | float = 0.0
 
 
 def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Terms]:
@@ -316,7 +316,7 @@ def compare_in(dtype: torch.dtype, name: str, result: Tensor, truth: Tensor, eag
         + ARITHMETIC_ULPS * (summed.eps * (_largest(terms.arithmetic) + size) + summed.tiny)
     )
     error = torch.where(finite, given - truth, 0.0)
-    by_out = terms.by_rounded_out.expand_as(error)
+    by_out = error.new_zeros(()) + terms.by_rounded_out
     error = (error - error.clamp(by_out.clamp(max=0.0), by_out.clamp(min=0.0))).abs()
     if not _largest(error) <= allowed:  # NaN is not, either
         where = tuple(torch.unravel_index(error.argmax(), error.shape))
