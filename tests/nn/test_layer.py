@@ -434,6 +434,22 @@ def test_a_query_that_is_drawn_more_than_once_explores_as_if_drawn_once():
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("has_base", [False, True])
+def test_queries_explore_parts_of_the_keys_side_by_side(monkeypatch, has_base):
+    base = IntervalMask.padding(64, torch.tensor([64, 13])) if has_base else None
+    drawn = [tensor((2, heads, length, 8), i) for i, (heads, length) in enumerate([(4, 64), (2, 64), (2, 64), (4, 64)])]
+    key_bias, found = tensor((1, 2, 64), 4), []
+    for parts in (1, 8):
+        monkeypatch.setattr(dmattn.nn.scores, "_parts", lambda *_, parts=parts: parts)
+        leaves = [x.clone().requires_grad_() for x in (*drawn, key_bias)]
+        torch.manual_seed(0)
+        scores = torch.zeros(2, 2, 64)
+        out, _ = dmattn.nn.scores.explored(*leaves[:4], scores, key_bias=leaves[4], base=base, queries=20, softcap=3.0)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("rubbish", [1.0, 1e4])
 def test_padding_teaches_nothing(rubbish):
     """Whatever padding holds, the loss and what real queries explore are the same, and so are the gradients of real tokens."""
