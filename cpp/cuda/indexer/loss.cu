@@ -114,6 +114,21 @@ struct Query {
     if (!row.list && row.is_causal) columns = min(columns, position + 1);
   }
 
+  // Some columns of a thread, the first and then every `threads`-th.
+  static constexpr int kAtOnce = 4;
+  struct Columns {
+    int column[kAtOnce], key[kAtOnce];
+    bool is_seen[kAtOnce];
+    __device__ __forceinline__ Columns(const Query& of, int first, int threads) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        column[i] = first + i * threads;
+        key[i] = column[i] < of.columns ? of.key_of(column[i]) : -1;
+        is_seen[i] = column[i] < of.columns && of.sees_key(key[i]);
+      }
+    }
+  };
+
   __device__ __forceinline__ int log2_block() const { return kIsPlain ? 0 : p.log2_block; }
   __device__ __forceinline__ bool is_pooled() const { return !kIsPlain && p.is_pooled; }
   __device__ __forceinline__ int key_of(int column) const {
@@ -130,11 +145,19 @@ struct Query {
                             head * p.bias_head_stride
                       : nullptr;
   }
-  __device__ __forceinline__ R logit(const R* of_head, const R* bias, int column, int key) const {
-    R x = of_head[column] * static_cast<R>(p.scale);
-    const R cap = static_cast<R>(p.softcap);
-    if (cap > 0) x = cap * tanh(x / cap);
-    return bias ? x + bias[key] : x;
+  // Of columns that the query sees; -inf elsewhere. Inputs are read by __ldg, which stores to the workspace need not wait for.
+  __device__ __forceinline__ void read_logits(const R* of_head, const R* bias, const Columns& at, R (&x)[kAtOnce]) const {
+    const R scale = static_cast<R>(p.scale), cap = static_cast<R>(p.softcap);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) x[i] = at.is_seen[i] ? __ldg(of_head + at.column[i]) * scale : lowest<R>();
+    if (cap > 0) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) x[i] = at.is_seen[i] ? cap * tanh(x[i] / cap) : lowest<R>();
+    }
+    if (bias) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) x[i] = at.is_seen[i] ? x[i] + __ldg(bias + at.key[i]) : lowest<R>();
+    }
   }
   __device__ __forceinline__ const R* products(int64_t head) const {
     return static_cast<const R*>(p.products) + ((of_group * p.index_heads + head) * p.rows + query) * p.choices;
@@ -152,7 +175,7 @@ struct Query {
     R sum = 0;
 #pragma unroll 4
     for (int head = 0; head < static_cast<int>(p.index_heads); ++head, product_at += p.rows * p.choices) {
-      const R product = *product_at * scale;
+      const R product = __ldg(product_at) * scale;
       sum += weight(head) * (product < 0 ? R(0) : product);  // NaN stays NaN
     }
     if (p.slope) sum += static_cast<const R*>(p.slope)[group] * distance(column);
@@ -161,7 +184,6 @@ struct Query {
 
   // Of each head what is subtracted from its logits, and what their exponentials are multiplied with then.
   __device__ __forceinline__ void find_sums(R* base, R* factor, Exponentials<R>* shared) const {
-    constexpr int kAtOnce = 4;
     const int threads = static_cast<int>(blockDim.x);
     for (int64_t head = 0; head < p.heads; ++head) {
       Exponentials<R> own{lowest<R>(), 0};
@@ -171,11 +193,7 @@ struct Query {
         const R *const of_head = logits(head), *const bias = biases(head);
         for (int first = static_cast<int>(threadIdx.x); first < columns; first += kAtOnce * threads) {
           R x[kAtOnce];
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            const int column = first + i * threads, key = column < columns ? key_of(column) : -1;
-            x[i] = column < columns && sees_key(key) ? logit(of_head, bias, column, key) : lowest<R>();
-          }
+          read_logits(of_head, bias, Columns(*this, first, threads), x);
           own.add(x);
         }
         own = over_threads(own, shared, Exponentials<R>::both);
@@ -187,25 +205,66 @@ struct Query {
     __syncthreads();
   }
   __device__ __forceinline__ void find_mass(const R* base, const R* factor) const {
+    const int threads = static_cast<int>(blockDim.x);
+    for (int first = static_cast<int>(threadIdx.x); first < columns; first += kAtOnce * threads) {
+      Columns at(*this, first, threads);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) at.is_seen[i] = at.is_seen[i] && is_competing(at.key[i]);
+      R sum[kAtOnce] = {};
+      const R *of_head = logits(0), *bias = biases(0);
 #pragma unroll 2
-    for (int column = static_cast<int>(threadIdx.x); column < columns; column += static_cast<int>(blockDim.x)) {
-      const int key = key_of(column);
-      R sum = 0;
-      if (sees_key(key) && is_competing(key)) {
-        const R *of_head = logits(0), *bias = biases(0);
-#pragma unroll 4
-        for (int head = 0; head < static_cast<int>(p.heads); ++head) {
-          sum += exp(logit(of_head, bias, column, key) - base[head]) * factor[head];
-          of_head += p.rows * p.keys, bias = bias ? bias + p.bias_head_stride : nullptr;
-        }
+      for (int head = 0; head < static_cast<int>(p.heads); ++head) {
+        R x[kAtOnce];
+        read_logits(of_head, bias, at, x);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) sum[i] += at.is_seen[i] ? exp(x[i] - base[head]) * factor[head] : R(0);
+        of_head += p.rows * p.keys, bias = bias ? bias + p.bias_head_stride : nullptr;
       }
-      mass[column] = sum;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (at.column[i] < columns) mass[at.column[i]] = sum[i];
+      }
     }
     __syncthreads();
   }
 
+  // As find_blocks, where each key is a block.
+  __device__ __forceinline__ Totals<R> find_keys() const {
+    Totals<R> own{0, 0, {lowest<R>(), 0}};
+    const R scale = static_cast<R>(p.index_scale), slope = p.slope ? static_cast<const R*>(p.slope)[group] : R(0);
+    const int threads = static_cast<int>(blockDim.x);
+    for (int first = static_cast<int>(threadIdx.x); first < columns; first += kAtOnce * threads) {
+      const Columns at(*this, first, threads);
+      R x[kAtOnce] = {};
+      const R* product_at = products(0);
+#pragma unroll 2
+      for (int head = 0; head < static_cast<int>(p.index_heads); ++head, product_at += p.rows * p.choices) {
+        const R factor = weight(head);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const R product = at.is_seen[i] ? __ldg(product_at + at.column[i]) * scale : R(0);
+          x[i] += factor * (product < 0 ? R(0) : product);  // NaN stays NaN
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (slope != 0) x[i] += slope * distance(at.column[i]);
+        const bool is_in = at.is_seen[i] && is_competing(at.key[i]);
+        x[i] = is_in ? x[i] : lowest<R>();
+        if (at.column[i] >= columns) continue;
+        const R sum = is_in ? mass[at.column[i]] : R(-1);
+        mass[at.column[i]] = sum, scores[at.column[i]] = x[i];
+        if (!is_in) continue;
+        own.mass += sum, own.largest_mass = sum > own.largest_mass ? sum : own.largest_mass;
+      }
+      own.scores.add(x);
+    }
+    return own;
+  }
+
   // A block's attention and score in the place of its first key, -1 if it does not compete; and which of its keys has the score.
   __device__ __forceinline__ Totals<R> find_blocks(int blocks) const {
+    if constexpr (kIsPlain) return find_keys();
     Totals<R> own{0, 0, {lowest<R>(), 0}};
 #pragma unroll 2
     for (int n = static_cast<int>(threadIdx.x); n < blocks; n += static_cast<int>(blockDim.x)) {
@@ -244,7 +303,7 @@ struct Query {
   __device__ __forceinline__ Sums<R> find_gradients(int blocks, const Totals<R>& all, R weight) const {
     Sums<R> own{0, 0};
     const R log_sum = log(all.scores.sum);
-#pragma unroll 2
+#pragma unroll 4
     for (int n = static_cast<int>(threadIdx.x); n < blocks; n += static_cast<int>(blockDim.x)) {
       const int first = n << log2_block(), last = min(first + (1 << log2_block()), static_cast<int>(p.keys));
       const R sum = mass[first], best = scores[first];
@@ -273,9 +332,9 @@ struct Query {
       const R *const of_head = products(head), factor = weight(head) * scale;
       T* const to = static_cast<T*>(p.of_products) + (of_head - static_cast<const R*>(p.products));
       Number<R> of_weight{0};
-#pragma unroll 4
+#pragma unroll 8
       for (int c = static_cast<int>(threadIdx.x); c < choices; c += threads) {
-        const R product = of_head[c] * scale, gradient = mass[c << log2_width];
+        const R product = __ldg(of_head + c) * scale, gradient = mass[c << log2_width];
         const bool is_active = product > 0;
         of_weight.value += is_active ? gradient * product : R(0);
         to[c] = static_cast<T>(is_active ? gradient * factor : R(0));
