@@ -186,7 +186,8 @@ def _index_loss(
         key_bias = key_bias[:, None] if key_bias.shape[1] == 1 else repeat_heads(key_bias, heads).unflatten(1, (groups, -1))
         key_bias = key_bias.to(dtype)
     lse = None if lse is None or lists is None else lse.to(dtype).unflatten(1, (groups, -1))
-    found, of_keys = [], None
+    found: list[tuple[Tensor, ...]] = []
+    of_keys: Any = None
     with torch.autocast(index_query.device.type, enabled=False):
         products: Any = AllProducts(index_key, key) if lists is None else None
         for part in (slice(first, min(first + step, count)) for first in range(0, count, step)):
@@ -206,11 +207,11 @@ def _index_loss(
     )
     mean = 1 / (batch * groups * count)
     of_slope = of_slopes.sum((0, 2)).mul_(mean) if slope is not None else weights.new_empty(0)
-    rounded = [
-        torch.mul(gradient, mean, out=given.new_empty(given.shape))
-        for gradient, given in ((of_query, index_query), (of_keys, index_key))
-    ]
-    return losses.mean(), *rounded, of_weights.mul_(mean), of_slope
+
+    def mean_of(gradient: Tensor, given: Tensor) -> Tensor:
+        return torch.mul(gradient, mean, out=given.new_empty(given.shape))
+
+    return losses.mean(), mean_of(of_query, index_query), mean_of(of_keys, index_key), of_weights.mul_(mean), of_slope
 
 
 @_index_loss.register_fake

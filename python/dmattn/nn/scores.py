@@ -277,30 +277,34 @@ def _attended(
     drawn: Tensor, key: Tensor, value: Tensor, positions: Tensor, key_bias: Tensor | None, ends: Tensor | None, scale: float, softcap: float
 ) -> Tensor:  # fmt: skip
     """Attention of a few queries [B, H, R, D] at ``positions`` [R] to all keys that they may see. On a GPU parts of the keys are attended to
-    side by side, as sequences of their own, for there are too few queries to keep it busy."""
+    side by side, as sequences of their own, because so few queries leave most of it idle."""
     batch, parts = drawn.shape[0], _parts(drawn, key)
+    seen = IntervalMask(*_bounds(positions, key, ends, parts))
+    if parts == 1:
+        dense: Tensor = attention(drawn, key, value, seen, key_bias=key_bias, scale=scale, softcap=softcap)
+        return dense
 
     def of_parts(given: Tensor) -> Tensor:
         """[B|1, heads, S, ..] as [B * parts, heads, S / parts, ..]."""
-        return given.expand(batch, *given.shape[1:]).unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1)
+        made: Tensor = given.expand(batch, *given.shape[1:]).unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1)
+        return made
 
-    seen = IntervalMask(*(of_parts(bound) for bound in _bounds(positions, key, ends, parts)))
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "key_bias": None if key_bias is None else of_parts(key_bias)}
-    drawn = drawn.repeat_interleave(parts, dim=0)
-    out, lse = attention(drawn, of_parts(key), of_parts(value), seen, return_lse=True, **options)
-    if parts == 1:
-        return out
+    out, lse = attention(
+        drawn.repeat_interleave(parts, dim=0), of_parts(key), of_parts(value), IntervalMask(of_parts(seen.start), of_parts(seen.end)),
+        key_bias=None if key_bias is None else of_parts(key_bias), scale=scale, softcap=softcap, return_lse=True,
+    )  # fmt: skip
     lse = lse.unflatten(0, (batch, parts))
     whole = lse.logsumexp(1, keepdim=True)
     shares = (lse - whole.masked_fill(whole.isneginf(), 0.0)).exp()[..., None]
-    return (shares * out.unflatten(0, (batch, parts))).sum(1).to(out.dtype)
+    together: Tensor = (shares * out.unflatten(0, (batch, parts))).sum(1).to(out.dtype)
+    return together
 
 
 def _parts(drawn: Tensor, key: Tensor) -> int:
     """A power of two that divides the keys. Compiled code for any number of keys makes no parts of them."""
     batch, heads, queries, _ = drawn.shape
     length, parts = key.shape[2], 1
-    if not key.is_cuda or isinstance(length, torch.SymInt):
+    if not key.is_cuda or type(length) is not int:
         return 1
     while length % (2 * parts) == 0 and length // parts > LEAST_KEYS and batch * heads * queries * parts < MOST_ROWS:
         parts *= 2
