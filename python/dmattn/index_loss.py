@@ -179,8 +179,6 @@ def _index_loss(
     index_key holds means of blocks where is_pooled."""
     batch, groups, count, index_heads, _ = index_query.shape
     heads, keys, dtype = query.shape[1], key.shape[2], accumulate_dtype(index_query.dtype)
-    losses, of_slopes = weights.new_empty(batch, groups, count), weights.new_empty(batch, groups, count)
-    gradients = [torch.zeros(given.shape, dtype=dtype, device=given.device) for given in (index_query, index_key, weights)]
     width = keys if lists is None else lists.shape[3] * block_size * max(1, key.shape[3] // 8)
     step = max(1, ELEMENTS // (width * (heads // groups + index_heads) * batch * groups))
     query, key = query.unflatten(1, (groups, -1)), of_groups(key, groups)
@@ -188,23 +186,32 @@ def _index_loss(
         key_bias = key_bias[:, None] if key_bias.shape[1] == 1 else repeat_heads(key_bias, heads).unflatten(1, (groups, -1))
         key_bias = key_bias.to(dtype)
     lse = None if lse is None or lists is None else lse.to(dtype).unflatten(1, (groups, -1))
+    found: list[tuple[Tensor, ...]] = []
+    of_keys: Any = None
     with torch.autocast(index_query.device.type, enabled=False):
         products: Any = AllProducts(index_key, key) if lists is None else None
         for part in (slice(first, min(first + step, count)) for first in range(0, count, step)):
             taught, blocks = index_query[:, :, part], None if lists is None else distinct(lists[:, :, part])
             if blocks is not None:
                 products = ListedProducts(index_key, key, blocks, block_size, is_pooled)
-            losses[:, :, part], of_products, gradients[2][:, :, part], of_slopes[:, :, part] = torch.ops.dmattn.index_loss(
+            losses, of_products, of_weights, of_slopes = torch.ops.dmattn.index_loss(
                 products.attention(query[..., part, :]).to(dtype), products.indexer(taught), weights[:, :, part], slope, key_bias,
                 None if lse is None else lse[..., part], rows[part] + offset, blocks, start, end, keys, block_size, is_pooled, is_causal,
                 local, sink_keys, scale, softcap, index_factor, sharp, products.to_bfloat16,
             )  # fmt: skip
-            gradients[0][:, :, part], of_key = products.gradients(taught, of_products)
-            gradients[1] += of_key
+            of_query, of_key = products.gradients(taught, of_products)
+            of_keys = of_key if of_keys is None else of_keys.add_(of_key)
+            found.append((losses, of_query, of_weights, of_slopes))
+    losses, of_query, of_weights, of_slopes = (
+        found[0] if len(found) == 1 else (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+    )
     mean = 1 / (batch * groups * count)
-    gradients = [gradient * mean for gradient in gradients]
-    of_slope = of_slopes.sum((0, 2)) * mean if slope is not None else weights.new_zeros(0)
-    return losses.sum() * mean, gradients[0].to(index_query.dtype), gradients[1].to(index_key.dtype), gradients[2], of_slope
+    of_slope = of_slopes.sum((0, 2)).mul_(mean) if slope is not None else weights.new_empty(0)
+
+    def mean_of(gradient: Tensor, given: Tensor) -> Tensor:
+        return torch.mul(gradient, mean, out=given.new_empty(given.shape))
+
+    return losses.mean(), mean_of(of_query, index_query), mean_of(of_keys, index_key), of_weights.mul_(mean), of_slope
 
 
 @_index_loss.register_fake

@@ -12,6 +12,7 @@ from dmattn import IntervalMask
 from dmattn.nn import DynamicMaskAttention, ScoreRecipe, WindowSchedule, rotate, score_loss
 from dmattn.nn import scores as scores_module
 from dmattn.testing import AttentionCase, strategies, top_k_visible
+from dmattn_bench import two_ways
 from functorch.compile import make_boxed_func
 from layers import layer_with
 from programs import assert_compiles_once
@@ -432,6 +433,25 @@ def test_a_query_that_is_drawn_more_than_once_explores_as_if_drawn_once():
     assert torch.equal(explored, dense)
     gradients = [torch.autograd.grad(x.square().sum(), given) for x in (explored, dense)]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("has_base", [False, True])
+def test_queries_explore_parts_of_the_keys_side_by_side(monkeypatch, device, has_base):
+    dtype = torch.bfloat16
+    base = IntervalMask.padding(64, torch.tensor([64, 13])).to(device) if has_base else None
+    drawn = [tensor((2, heads, 64, 8), i, dtype, device) for i, heads in enumerate((4, 2, 2, 4))]
+    drawn.append(tensor((1, 2, 64), 4, torch.float32, device))
+    scores, found = torch.zeros(2, 2, 64, device=device), []
+    for parts in (1, 8):
+        monkeypatch.setattr(scores_module, "_parts", lambda *_, parts=parts: parts)
+        leaves = [x.clone().requires_grad_() for x in drawn]
+        torch.manual_seed(0)
+        out, _ = scores_module.explored(*leaves[:4], scores, key_bias=leaves[4], base=base, queries=20, softcap=3.0)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    *results, of_bias = zip(*found, strict=True)
+    for one, other in results:
+        two_ways.assert_same_by_another_way(other, one, dtype)
+    two_ways.assert_same_sums_by_another_way(*of_bias[::-1], dtype)
 
 
 @pytest.mark.parametrize("rubbish", [1.0, 1e4])

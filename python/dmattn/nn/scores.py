@@ -22,6 +22,7 @@ from dmattn.renamed import renamed
 from dmattn.sharding import any_sharded, beside, refuse
 from dmattn.sizes import check_scores, key_bias_rows, sizes_of
 
+MOST_ROWS, LEAST_KEYS = 1 << 15, 1024  # of queries and heads that are computed at once, about; of keys in a part
 STEEPEST_TO_FLATTEST = 2048.0  # quotient of the slopes of the first and the last key head at first
 
 
@@ -264,19 +265,58 @@ def _explored(
 ) -> Tensor:  # fmt: skip
     """:func:`with_dense_rows`."""
     positions = rows + first
-    drawn, seen = _drawn_queries(query, rows, _real(positions, ends)), IntervalMask(*_bounds(positions, key, ends))
-    dense = attention(drawn, key, value, seen, key_bias=key_bias, scale=scale, softcap=softcap)
+    drawn = _drawn_queries(query, rows, _real(positions, ends))
+    dense = _attended(drawn, key, value, positions, key_bias, ends, scale, softcap)
     # A product puts the rows in their places, because the gradient of index_copy does not compile with torch 2.11. Of a query that was
     # drawn more than once, it takes the first row: a mean of equal rows would be rounded.
     places = (rows == torch.arange(out.shape[2], device=rows.device)[:, None]) & _is_first(rows)  # [S, R]
     return torch.where(places.any(1)[:, None], places.to(dense.dtype) @ dense, out)
 
 
-def _bounds(rows: Tensor, key: Tensor, ends: Tensor | None) -> list[Tensor]:
-    """Start and end of each key's visibility to the drawn queries, int32 [B|1, Hkv|1, S], which the op takes for the last positions."""
-    start = _place(rows, torch.arange(key.shape[2], device=key.device)[None, None])
-    end = torch.full_like(start, FOREVER) if ends is None else _place(rows, ends)
-    return [moved(bound, key.shape[2] - rows.shape[0]) for bound in (start, end)]
+def _attended(
+    drawn: Tensor, key: Tensor, value: Tensor, positions: Tensor, key_bias: Tensor | None, ends: Tensor | None, scale: float, softcap: float
+) -> Tensor:  # fmt: skip
+    """Attention of a few queries [B, H, R, D] at ``positions`` [R] to all keys that they may see. On a GPU parts of the keys are attended to
+    side by side, as sequences of their own, because so few queries leave most of it idle."""
+    batch, parts = drawn.shape[0], _parts(drawn, key)
+    seen = IntervalMask(*_bounds(positions, key, ends, parts))
+    if parts == 1:
+        dense: Tensor = attention(drawn, key, value, seen, key_bias=key_bias, scale=scale, softcap=softcap)
+        return dense
+
+    def of_parts(given: Tensor) -> Tensor:
+        """[B|1, heads, S, ..] as [B * parts, heads, S / parts, ..]."""
+        made: Tensor = given.expand(batch, *given.shape[1:]).unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1)
+        return made
+
+    out, lse = attention(
+        drawn.repeat_interleave(parts, dim=0), of_parts(key), of_parts(value), IntervalMask(of_parts(seen.start), of_parts(seen.end)),
+        key_bias=None if key_bias is None else of_parts(key_bias), scale=scale, softcap=softcap, return_lse=True,
+    )  # fmt: skip
+    lse = lse.unflatten(0, (batch, parts))
+    whole = lse.logsumexp(1, keepdim=True)
+    shares = (lse - whole.masked_fill(whole.isneginf(), 0.0)).exp()[..., None]
+    together: Tensor = (shares * out.unflatten(0, (batch, parts))).sum(1).to(out.dtype)
+    return together
+
+
+def _parts(drawn: Tensor, key: Tensor) -> int:
+    """A power of two that divides the keys. Compiled code for any number of keys makes no parts of them."""
+    batch, heads, queries, _ = drawn.shape
+    length, parts = key.shape[2], 1
+    if not key.is_cuda or type(length) is not int:
+        return 1
+    while length % (2 * parts) == 0 and length // parts > LEAST_KEYS and batch * heads * queries * parts < MOST_ROWS:
+        parts *= 2
+    return parts
+
+
+def _bounds(positions: Tensor, key: Tensor, ends: Tensor | None, parts: int = 1) -> list[Tensor]:
+    """Start and end of each key's visibility to the drawn queries, int32 [B|1, Hkv|1, S], which the op takes for the last positions of each
+    of the parts."""
+    start = _place(positions, torch.arange(key.shape[2], device=key.device)[None, None])
+    end = torch.full_like(start, FOREVER) if ends is None else _place(positions, ends)
+    return [moved(bound, key.shape[2] // parts - positions.shape[0]) for bound in (start, end)]
 
 
 def _is_first(rows: Tensor) -> Tensor:

@@ -166,7 +166,9 @@ def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Term
     by_rounded_out = _gradients_through_lse(exact, -(share * wrong_inner)[..., 0])
     if exact.sinks is not None:
         by_rounded_out["grad_sinks"] = -(lost * wrong_inner).sum((0, 2, 3))
-    return terms | {name: Terms(made["storage"][name], made["arithmetic"][name], by_rounded_out[name]) for name in made["storage"]}
+    return terms | {
+        name: Terms(made["storage"][name], made["arithmetic"][name], by_rounded_out[name]) for name in made["storage"]
+    }
 
 
 def _gradients_through_lse(exact: AttentionCase, grad_lse: Tensor) -> dict[str, Tensor]:
