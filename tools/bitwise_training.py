@@ -22,11 +22,11 @@ WIDTH, HEADS, SYMBOLS, LISTED, DROPOUT = 128, 4, 64, 16, 0.1
 
 
 class Layer(nn.Module):
-    """Attention of one kind and a small MLP, each after a normalisation."""
+    """Attention of one kind, with these options, and a small MLP, each after a normalisation."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, **options: object) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.options = kind, options
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.score = nn.Linear(WIDTH, HEADS)
@@ -37,7 +37,7 @@ class Layer(nn.Module):
         x = self.norms[0](hidden)
         query, key, value = self.qkv(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         scores = self.score(x).transpose(1, 2)
-        common = {"is_causal": True, "deterministic": True, "dropout_p": DROPOUT, "dropout_seed": seed}
+        common = {"is_causal": True, **self.options, "dropout_seed": seed}
         if self.kind == "selected":
             window = max(1, length // 4)
             mask = dmattn.IntervalMask.top_k(scores.detach(), window, is_causal=True)
@@ -56,10 +56,9 @@ class Layer(nn.Module):
 def train(steps: int, layers: int, length: int, device: str, dtype: torch.dtype) -> tuple[list[float], list[Tensor]]:
     """Losses and parameters of one run; the data and the seeds of dropout are the same in every run."""
     torch.manual_seed(0)
-    model = nn.ModuleDict({
-        "embed": nn.Embedding(SYMBOLS, WIDTH), "layers": nn.ModuleList(Layer(KINDS[n % 3]) for n in range(layers)),
-        "head": nn.Linear(WIDTH, SYMBOLS),
-    }).to(device, dtype)  # fmt: skip
+    blocks = nn.ModuleList(Layer(KINDS[n % 3], deterministic=True, dropout_p=DROPOUT) for n in range(layers))
+    model = nn.ModuleDict({"embed": nn.Embedding(SYMBOLS, WIDTH), "layers": blocks, "head": nn.Linear(WIDTH, SYMBOLS)})
+    model = model.to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     losses = []
