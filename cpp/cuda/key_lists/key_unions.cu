@@ -1,9 +1,9 @@
 // Makes the unions of index lists: for each tile of queries the keys that some of them see, and bits that say which of them do.
 //
 // A block makes one union. It collects the bits of the queries for a range of blocks of keys in shared memory, which has a place
-// for each block of the range, whatever order the lists have and however often an entry is repeated. Then the blocks are spread
-// out into keys, what other masks hide is taken away, and what is left is written down in order. Of a list that is sorted, each
-// range reads only its own part.
+// for each block of the range, whatever order the lists have and however often an entry is repeated. The blocks that some query
+// needs are spread out into keys, what other masks hide is taken away, and what is left is written down in order. Of a list that
+// is sorted, each range reads only its own part.
 #include <algorithm>
 
 #include "../calls.h"
@@ -16,12 +16,13 @@ namespace dmattn::cuda {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kPoolWords = 24 * 1024;  // of bits; two blocks on a multiprocessor
+constexpr int kPoolWords = 16 * 1024;  // of bits, and most blocks of a range; two blocks of threads on a multiprocessor
 constexpr int kEntriesAtOnce = 128;    // of a query's list, by a warp
-constexpr int kKeysAtOnce = 4;         // that a thread looks at
+constexpr int kAtOnce = 4;             // keys or blocks of keys that a thread looks at
 
 struct UnionShared {
   uint32_t pool[kPoolWords];    // [words, blocks of the range]
+  uint16_t needed[kPoolWords];  // the blocks of the range that are in the union
   int used[kMostUnionQueries];  // entries at the head of a list that lie before the range; -1: the list is not sorted
   int warp_counts[2][kWarps];
 };
@@ -152,7 +153,7 @@ __global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__
   griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<UnionShared*>(shared_bytes);
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   if (blockIdx.x == 0 && thread == 0 && tile_counter) *tile_counter = 0;
   const UnionTile tile(p, unions);
   const IndexLists& lists = p.mask.index;
@@ -172,45 +173,71 @@ __global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__
     __syncthreads();
     collect_bits(shared, p, tile, first, count, range, first + count < blocks);
     __syncthreads();
-    // Spread the blocks out into keys, and write those that some query sees.
-    const auto listed_bits = [&](int key, int word) {
+    // Find the blocks that are listed, or have local keys or sinks.
+    const int local_from = lists.local > 0 ? max(tile.index_low - lists.local + 1, 0) : key_length,
+              local_to = lists.local > 0 ? tile.index_low + tile.queries : 0;
+    int needed = 0;
+    for (int begin = 0; begin < count; begin += kThreads * kAtOnce) {
+      uint32_t some[kAtOnce];  // a bit for each lane
+      int own = 0, more;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int block = begin + warp * 32 * kAtOnce + 32 * i + lane, key = (first + block) << log2_block;
+        bool is_needed = key < lists.sinks || (key < local_to && key + (1 << log2_block) > local_from);
+        for (int word = 0; word < words && block < count; ++word) is_needed |= shared.pool[word * range + block] != 0;
+        some[i] = __ballot_sync(0xffffffffu, is_needed && block < count);
+        own += __popc(some[i]);
+      }
+      buffer ^= 1;
+      int at = needed + sum_before(shared, own, buffer, more);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (has_bit(some[i], lane)) {
+          shared.needed[at + __popc(some[i] & lanes_before())] =
+              static_cast<uint16_t>(begin + warp * 32 * kAtOnce + 32 * i + lane);
+        }
+        at += __popc(some[i]);
+      }
+      needed += more;
+    }
+    __syncthreads();
+    // Spread them out into keys, and write those that some query sees.
+    const auto listed_bits = [&](int block, int key, int word) {
       const int first_local = lists.local > 0 ? key - tile.index_low : kLastPosition;
       if (key < lists.sinks) return 0xffffffffu;
-      return shared.pool[word * range + (key >> log2_block) - first] | bits_between(first_local, first_local + lists.local, word);
+      return shared.pool[word * range + block] | bits_between(first_local, first_local + lists.local, word);
     };
-    for (int begin = 0; begin < count << log2_block; begin += kThreads * kKeysAtOnce) {
-      const int first_key = (first << log2_block) + begin + thread / 32 * (32 * kKeysAtOnce) + thread % 32;
-      uint32_t some[kKeysAtOnce];  // a bit for each lane whose key some query sees
-      int own = 0, new_keys;
+    for (int begin = 0; begin < needed << log2_block; begin += kThreads * kAtOnce) {
+      uint32_t some[kAtOnce];
+      int own = 0, more;
 #pragma unroll
-      for (int i = 0; i < kKeysAtOnce; ++i) {
-        const int key = first_key + 32 * i;
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int item = begin + warp * 32 * kAtOnce + 32 * i + lane, place = item >> log2_block;
         uint32_t any = 0;
-        if (key <= last_key && (key >> log2_block) - first < count) {
-          for (int word = 0; word < words; ++word) any |= listed_bits(key, word);
-        }
-        if (any != 0) {
-          const Span span = others.spans.of_key(key);
-          any = 0;
-          for (int word = 0; word < words; ++word) any |= others.keep(listed_bits(key, word), span, key, word);
+        if (place < needed) {
+          const int block = shared.needed[place], key = ((first + block) << log2_block) + (item & ((1 << log2_block) - 1));
+          const Span span = key <= last_key ? others.spans.of_key(key) : Span::empty();
+          for (int word = 0; word < words; ++word) any |= others.keep(listed_bits(block, key, word), span, key, word);
         }
         some[i] = __ballot_sync(0xffffffffu, any != 0);
         own += __popc(some[i]);
       }
       buffer ^= 1;
-      int at = written + sum_before(shared, own, buffer, new_keys);
+      int at = written + sum_before(shared, own, buffer, more);
 #pragma unroll
-      for (int i = 0; i < kKeysAtOnce; ++i) {
-        const int key = first_key + 32 * i, place = at + __popc(some[i] & lanes_before());
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int item = begin + warp * 32 * kAtOnce + 32 * i + lane, to = at + __popc(some[i] & lanes_before());
         at += __popc(some[i]);
-        if (!(some[i] >> thread % 32 & 1) || place >= unions.capacity) continue;
-        keys[place] = key;
+        if (!has_bit(some[i], lane) || to >= unions.capacity) continue;
+        const int block = shared.needed[item >> log2_block],
+                  key = ((first + block) << log2_block) + (item & ((1 << log2_block) - 1));
         const Span span = others.spans.of_key(key);
+        keys[to] = key;
         for (int word = 0; word < words; ++word) {
-          seen[static_cast<int64_t>(place) * words + word] = others.keep(listed_bits(key, word), span, key, word);
+          seen[static_cast<int64_t>(to) * words + word] = others.keep(listed_bits(block, key, word), span, key, word);
         }
       }
-      written += new_keys;
+      written += more;
     }
     __syncthreads();
   }
