@@ -75,7 +75,7 @@ TESTS = (
     (r"nn/multihead", "multihead"),
     (r"nn/index", "indexed indexer lifetime_window hostile_files"),
     (r"nn/mixed_cache", "mixed_cache cache_in_layer"),
-    (r"nn/", "layer cache_in_layer model_arguments renamed"),
+    (r"nn/", "layer cache_in_layer model_arguments renamed errors"),
     (r"dmattn/cache", "cache cache_errors mixed_cache lifetime_window hostile_files"),
     (r"eviction/", "eviction pages hostile_files"),
     (r"dmattn/index", "indexer indexed errors"),
