@@ -291,7 +291,6 @@ def test_heads_in_groups_train(quality, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", ["dense", "query+local4+recency+mixed+explore"])
 def test_a_replayed_step_has_the_gradients_of_the_batch_it_is_given(quality, name):
     trained = quality.Run(quality.settings_of({"task": "mqar", "variant": name, **SMALL, "teach": 0.0, "replayed": True}), "cuda")
