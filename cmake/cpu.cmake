@@ -1,10 +1,12 @@
 # dmattn_cpu_kernels: cpp/cpu/kernels.cpp and reduce_kernels.cpp compiled once per instruction set; cpp/cpu/levels.h chooses among
-# them at run time.
+# them at run time. A build with sanitizers has one set, that of the machine it is made on.
 # To add an instruction set, add a row here and its name in cpp/cpu/levels.h. The first row is the baseline and has no flags.
 add_library(dmattn_cpu_kernels INTERFACE)
 set(DMATTN_CPU_LEVELS "baseline")
 set(dmattn_flags_baseline "")
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+if(DMATTN_SANITIZE)
+  set(dmattn_flags_baseline -march=native)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   list(APPEND DMATTN_CPU_LEVELS avx2 avx512)
   set(dmattn_flags_avx2 -mavx2 -mfma -mf16c)
   set(dmattn_flags_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)

@@ -80,6 +80,7 @@ class Run:
         held = torch.Generator(device).manual_seed(1 << 20)  # the same for all seeds
         self.held = {split: [self.task.draw(held, split) for _ in range(settings.eval_batches)] for split in splits}
         self.teacher: Model | None = None
+        self.replayed: ReplayedStep | None = None
         self.step = 0
         self.spent = 0.0
         self.curve: list[dict[str, Any]] = []
@@ -127,11 +128,18 @@ class Run:
         window = s.window_at(progress)
         if s.distill and window is not None and self.teacher is None:
             self.teacher = copy.deepcopy(self.model).requires_grad_(False).eval()
-        loss, taught = self.loss(self.task.draw(self.generator, "train"), window, noise)
-        (loss + s.teach * taught).backward()
+        batch = self.task.draw(self.generator, "train")
+        loss = self.gradients(batch, window, noise) if self.replayed is None else self.replayed(batch)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.replayed is None:  # a graph writes gradients, it does not add to them
+            self.optimizer.zero_grad()
+        return loss
+
+    def gradients(self, batch: Batch, window: int | None, noise: float) -> Tensor:
+        """The loss of a batch, whose gradients are added to those of the parameters."""
+        loss, taught = self.loss(batch, window, noise)
+        (loss + self.settings.teach * taught).backward()
         return loss.detach()
 
     def loss(self, batch: Batch, window: int | None, noise: float) -> tuple[Tensor, Tensor]:
@@ -155,10 +163,11 @@ class Run:
         windows += [s.window] if not s.anneal_until else [s.window_at((s.dense_until + s.anneal_until) / 2), s.window]
         batch = self.task.draw(torch.Generator(self.device).manual_seed(0), "train")
         for window in windows:
-            loss, taught = self.loss(batch, window, s.noise)
-            (loss + s.teach * taught).backward()
+            self.gradients(batch, window, s.noise)
             self.optimizer.zero_grad()
         self.evaluate("held", self.held["held"][:1])
+        if s.replayed and self.device != "cpu":
+            self.replayed = ReplayedStep(self, batch)
         torch.manual_seed(s.seed)
 
     # Evaluation --------------------------------------------------------------------------------------------------------------------
@@ -206,6 +215,29 @@ class Run:
             attention.watched = False
         self.model.train()
         return [[round(share, 3) for share in attention.covered.tolist()] for attention in attentions]
+
+
+class ReplayedStep:
+    """A CUDA graph of the loss and gradients of a step. Gradients stay where they are, those of a step replace those before."""
+
+    def __init__(self, run: Run, batch: Batch) -> None:
+        self.batch = batch
+        others = torch.cuda.Stream()
+        others.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(others):  # what is allocated once, such as workspaces of matrix products
+            for _ in range(2):
+                run.gradients(batch, run.settings.window, 0.0)
+                run.optimizer.zero_grad()
+        torch.cuda.current_stream().wait_stream(others)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = run.gradients(batch, run.settings.window, 0.0)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        for field in dataclasses.fields(batch):
+            getattr(self.batch, field.name).copy_(getattr(batch, field.name))
+        self.graph.replay()
+        return self.loss.clone()
 
 
 def optimizer_of(model: Model, s: Settings) -> torch.optim.AdamW:

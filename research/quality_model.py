@@ -48,6 +48,7 @@ class Settings:
     index_block: int = 1  # keys chosen together
     index_pooled: bool = False  # whether blocks are chosen by their mean key
     index_shared: bool = False  # one list for all heads of a layer, not one for each head
+    index_layers: int = 1  # so many neighbouring layers have the same lists, which the first of them chooses
     lifetime_window: int = 0  # if > 0, queries choose among the keys that live in a bounded cache of so many (and the local ones)
     index_heads: int = 4
     index_dim: int = 32
@@ -86,6 +87,7 @@ class Settings:
     beta2: float = 0.95
     clip: float = 1.0
     compile: bool = True
+    replayed: bool = False  # whether a CUDA graph has the loss and gradients of a step: the host's speed does not matter
     evaluations: int = 10
     eval_batches: int = 8
     # Tasks of recall
@@ -104,6 +106,8 @@ class Settings:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}: expected one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        if self.replayed and (self.noise or self.dense_until or self.anneal_until):
+            raise ValueError("replayed: expected False where steps differ (noise, dense_until, anneal_until), got True")
         if self.heads % self.kv:
             raise ValueError(f"kv_heads: expected a divisor of heads={self.heads}, got {self.kv_heads}")
         if self.mask == "gated" and self.kv != self.heads:
@@ -114,6 +118,8 @@ class Settings:
             raise ValueError(f"local, sink: expected fewer than visible={self.visible} together, got {self.local} + {self.sink}")
         if self.lifetime_window and (self.mask != "query" or self.index_shared or self.score != "linear"):
             raise ValueError("lifetime_window: expected 0, or a linear score and a list for each head of a mask by query")
+        if self.index_layers != 1 and (self.mask != "query" or self.lifetime_window or self.dense_every):
+            raise ValueError(f"index_layers: expected 1, or lists of every layer without lifetimes, got {self.index_layers}")
         if self.mask == "query" and self.window % self.index_block:
             raise ValueError(f"index_block: expected a divisor of the {self.window} keys that are chosen, got {self.index_block}")
         if self.lookahead > self.local or (self.lookahead and self.bias != "none"):
@@ -170,6 +176,8 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
         **{f"block{size}": {"index_block": size} for size in (4, 16, 64)},
         "pooled": {"index_pooled": True},
         "shared": {"index_shared": True},
+        "pairs": {"index_layers": 2},
+        "triples": {"index_layers": 3},
         **{  # a bounded cache, in which lists choose
             f"living{n}": {"lifetime_window": n * visible, "score": "linear", "score_source": "hidden", "score_trunk": False}
             for n in (1, 2, 4)
@@ -216,7 +224,7 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
 class Attention(nn.Module):
     """[B, S, E] -> [B, S, E], and the loss that teaches the scores (0 where there is none)."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, chooses: bool = True) -> None:
         super().__init__()
         self.settings = s = settings
         self.size, self.group = s.width // s.heads, s.heads // s.kv
@@ -229,7 +237,7 @@ class Attention(nn.Module):
         if s.recency:
             flat = s.recency_flat or 1 / s.length
             self.log_slope = nn.Parameter(torch.linspace(math.log(s.recency), math.log(flat), s.kv - s.flat_heads))
-        if s.mask == "query":
+        if s.mask == "query" and chooses:
             self.indexer = dmattn.nn.Indexer(
                 s.width, 1 if s.index_shared else s.kv - s.plain_heads, k=s.window // s.index_block, num_heads=s.index_heads,
                 head_dim=s.index_dim, block_size=s.index_block, block_score="mean_key" if s.index_pooled else "max", local=s.local,
@@ -243,17 +251,19 @@ class Attention(nn.Module):
             self.A = nn.Parameter(torch.zeros(s.kv))
             self.scale = nn.Parameter(torch.zeros(s.kv))
 
-    def forward(self, x: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, window: int | None, noise: Tensor, lists: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         s = self.settings
         query, key, value = self.projected(x)
         positions = torch.arange(x.shape[1], device=x.device)
         recency = F.pad(self.log_slope.exp(), (0, s.flat_heads))[None, :, None] * positions if s.recency else None
         if s.mask == "query":
-            out, loss = self.by_query(x, query, key, value, recency)
-            return self.out(out.transpose(1, 2).flatten(2)), loss
+            out, loss, lists = self.by_query(x, query, key, value, recency, lists)
+            return self.out(out.transpose(1, 2).flatten(2)), loss, lists
         if s.mask == "gated" and window is not None:
             out, loss = self.gated(x, query, key, value, recency, window)
-            return self.out(out.transpose(1, 2).flatten(2)), loss
+            return self.out(out.transpose(1, 2).flatten(2)), loss, None
         score = None
         bias, mask = recency, self.fixed_mask(x) if s.mask != "dynamic" else None
         if s.mask == "dynamic":
@@ -276,17 +286,24 @@ class Attention(nn.Module):
             out, loss = self.explored(query, key, value, bias, score, out)
         if self.watched and mask is not None:
             self.covered = self.coverage(query, key, bias, mask)
-        return self.out(out.transpose(1, 2).flatten(2)), loss
+        return self.out(out.transpose(1, 2).flatten(2)), loss, None
 
-    def by_query(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[B, H, S, D] where each query chooses its keys, as in :class:`dmattn.nn.IndexedAttention`, and the loss of the indexer."""
+    def by_query(
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, given: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, H, S, D] where each query chooses its keys, as in :class:`dmattn.nn.IndexedAttention`, the loss of the indexer, and the lists:
+        those given, or chosen here."""
         s, length, first = self.settings, x.shape[1], self.settings.plain_heads
-        parts = self.indexer(x)
+        parts = None if given is not None else self.indexer(x)
         ranks, living = None, None
         if s.lifetime_window:
             ranks = self.scores(x) if bias is None else self.scores(x) + bias
             living = dmattn.IntervalMask.top_k(ranks.detach()[:, first:], s.lifetime_window, local=s.local, sink_keys=s.sink)
-        lists: Any = self.indexer.select(parts, living)
+        lists: Any
+        if parts is None:
+            lists = dmattn.IndexMask(given, s.index_block, is_causal=True, local=s.local, sink_keys=s.sink)
+        else:
+            lists = self.indexer.select(parts, living)
         of_heads = [(first, s.kv, lists if living is None else lists & living)]
         if first:
             plain = dmattn.IntervalMask.streaming(length, s.sink, s.plain_local, device=x.device)
@@ -298,13 +315,21 @@ class Attention(nn.Module):
             )
             for begin, end, mask in of_heads
         ], 1)  # fmt: skip
+        loss = torch.zeros((), device=x.device)
         if not self.training:
-            return out, torch.zeros((), device=x.device)
+            return out, loss, lists.indices
         rows = drawn_rows(length, s.teach_rows, s.teach_last, x.device)
         own_bias = None if bias is None else bias[:, first:]
-        loss = self.indexer.loss(
-            parts, query[:, first * self.group :], key[:, first:], rows=rows, base=living, key_bias=own_bias, sharp=s.teach_peak
-        )
+        if parts is not None:
+            loss = self.indexer.loss(
+                parts,
+                query[:, first * self.group :],
+                key[:, first:],
+                rows=rows,
+                base=living,
+                key_bias=own_bias,
+                sharp=s.teach_peak,
+            )
         if ranks is not None:
             out, of_scores = explored(
                 query, key, value, out, ranks, s.explore, mean=True, key_bias=bias, local=s.local, sink_keys=s.sink, queries=s.teach_rows,
@@ -313,7 +338,7 @@ class Attention(nn.Module):
             loss = loss + of_scores
         elif s.explore:
             out = with_dense_rows(query, key, value, out, rows, bias, None, self.size**-0.5, 0.0)
-        return out, loss
+        return out, loss, lists.indices
 
     def gated(
         self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, window: int
@@ -437,19 +462,21 @@ def dense_rows(query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor) ->
 
 
 class Block(nn.Module):
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, chooses: bool = True) -> None:
         super().__init__()
         width = settings.width
         self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention = Attention(settings)
+        self.attention = Attention(settings, chooses)
         self.gate_and_up = nn.Linear(width, 6 * width, bias=False)
         self.down = nn.Linear(3 * width, width, bias=False)
 
-    def forward(self, x: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
-        mixed, loss = self.attention(self.attention_norm(x), window, noise)
+    def forward(
+        self, x: Tensor, window: int | None, noise: Tensor, lists: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        mixed, loss, lists = self.attention(self.attention_norm(x), window, noise, lists)
         x = x + mixed
         gate, up = self.gate_and_up(self.mlp_norm(x)).chunk(2, 2)
-        return x + self.down(F.silu(gate) * up), loss
+        return x + self.down(F.silu(gate) * up), loss, lists
 
 
 class Model(nn.Module):
@@ -458,11 +485,13 @@ class Model(nn.Module):
     def __init__(self, settings: Settings, vocabulary: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, settings.width)
-        dense = dataclasses.replace(settings, mask="dense", plain_heads=0, lifetime_window=0, distill=False)
+        dense = dataclasses.replace(settings, mask="dense", plain_heads=0, lifetime_window=0, index_layers=1, distill=False)
         every = settings.dense_every
         self.blocks = nn.ModuleList(
-            Block(dense if every and layer % every == every - 1 else settings) for layer in range(settings.layers)
+            Block(dense if every and layer % every == every - 1 else settings, layer % settings.index_layers == 0)
+            for layer in range(settings.layers)
         )
+        self.index_layers = settings.index_layers
         self.norm = nn.RMSNorm(settings.width)
         self.head = nn.Linear(settings.width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
@@ -494,14 +523,18 @@ class Model(nn.Module):
 
     def hidden(self, tokens: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
         x, taught = self.embedding(tokens), torch.zeros((), device=tokens.device)
-        for block in self.blocks:
-            x, loss = self.run_block(block, x, window, noise)
+        lists = None
+        for number, block in enumerate(self.blocks):
+            lists = None if number % self.index_layers == 0 else lists
+            x, loss, lists = self.run_block(block, x, window, noise, lists)
             taught = taught + loss
         return x, taught / len(self.blocks)
 
 
-def run_block(block: Block, x: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = block(x, window, noise)
+def run_block(
+    block: Block, x: Tensor, window: int | None, noise: Tensor, lists: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    result: tuple[Tensor, Tensor, Tensor | None] = block(x, window, noise, lists)
     return result
 
 

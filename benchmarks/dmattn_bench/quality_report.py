@@ -53,6 +53,7 @@ def described(s: dict[str, Any]) -> str:
         words = [f"{unit} chosen by each query" + (", by their mean key" if s["index_pooled"] else ""), f"{s['local']} local"]
         words += [f"among the best {s['lifetime_window']} of a bounded cache"] if s["lifetime_window"] else []
         words += ["one list for all heads"] if s["index_shared"] else []
+        words += [f"lists of one layer in {s['index_layers']}"] if s.get("index_layers", 1) > 1 else []
     elif s["mask"] == "gated":
         words = ["keys evicted by a gate" + (", distilled from the same model while dense" if s.get("distill") else "")]
     elif s["mask"] != "dynamic":

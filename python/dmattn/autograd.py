@@ -212,7 +212,10 @@ def are_plain(inputs: tuple[Any, ...]) -> bool:
 
 
 def has_tangent(inputs: tuple[Any, ...]) -> bool:
-    """Asks the tensors: a forward-mode level that compiled code has opened does not show in ``forward_ad._current_level``."""
+    """Asks the tensors: a forward-mode level that compiled code has opened does not show in ``forward_ad._current_level``. In the forward of
+    an autograd.Function, as compiled code has one, torch looks at no tangents."""
+    if not torch._C._is_fwd_grad_enabled():
+        return False
     tensors = (x for x in inputs if isinstance(x, Tensor) and x.layout is torch.strided and x.is_floating_point())
     return any(_tangent_of(x) is not None for x in tensors)
 

@@ -544,7 +544,7 @@ def test_biases_that_are_copied_tile_by_tile(device, dtype, lead, Sq, Sk, D, opt
     H, Hkv = (4, 2) if Sq > 128 else (2, 2)  # few queries of grouped heads are read pair by pair, too
     size = {"all": (2, H), "groups": (1, Hkv), "none": (1, 1)}[lead]
     width = 24 + -(-Sk // 8) * 8
-    for own, room in ((dtype, width), (dtype, width + 1), (torch.float32, width)):
+    for own, room in dict.fromkeys([(dtype, width), (dtype, width + 1), (torch.float32, width)]):
         bias = strategies.random_tensor((*size, Sq + 9, room), 3, own, device)[:, :, 9:, 16 : 16 + Sk]
         assert_matches_reference(make(device, dtype, B=2, H=H, Hkv=Hkv, Sq=Sq, Sk=Sk, D=D, bias=bias, **options))
 

@@ -29,3 +29,10 @@ def test_a_bit_that_differs_is_told(capsys, monkeypatch):
     monkeypatch.setattr(bitwise_training, "train", other_train)
     assert bitwise_training.main(SMALL) == 1
     assert json.loads(capsys.readouterr().out)["differing"] == 1
+
+
+def test_ranks_are_equal(capsys):
+    assert bitwise_training.main([*SMALL, "--ranks", "2"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["ranks_alike"]
+    assert said["digest"]

@@ -8,6 +8,7 @@ import functools
 import json
 from pathlib import Path
 
+import dmattn
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,7 +179,7 @@ def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options):
     layer.load_state_dict(state)
     hidden = torch.randn(2, s.length, s.width)
     results = []
-    for call in (lambda: layer(hidden, with_index_loss=True), lambda: measured(hidden, None, torch.tensor(0.0))):
+    for call in (lambda: layer(hidden, with_index_loss=True), lambda: measured(hidden, None, torch.tensor(0.0))[:2]):
         torch.manual_seed(0)
         results.append(call())
     torch.testing.assert_close(*results)
@@ -198,6 +199,31 @@ def test_lists_choose_within_a_bounded_cache(quality):
     changed = (attention(hidden, None, torch.tensor(0.0))[0] - before).abs().amax(2)[0]
     assert changed[dead] > 0
     assert changed[127] == 0
+
+
+def test_neighbouring_layers_share_lists(quality, monkeypatch):
+    from quality_model import Model
+
+    options = {**SMALL, "layers": 4, "heads": 4, "kv_heads": 2}
+    settings = quality.settings_of({"task": "mqar", "variant": "query+local4+mixed+recency+pairs", **options})
+    torch.manual_seed(0)
+    model, attended = Model(settings, 8), []
+    assert [hasattr(block.attention, "indexer") for block in model.blocks] == [True, False, True, False]
+
+    def attention(query, key, value, mask, **given):
+        if isinstance(mask, dmattn.IndexMask):
+            attended.append(mask)
+        return original(query, key, value, mask, **given)
+
+    original = dmattn.attention
+    monkeypatch.setattr(dmattn, "attention", attention)
+    tokens = torch.randint(8, (1, 64))
+    model(tokens, tokens, None, torch.tensor(0.0))
+    first, second, third, fourth = attended
+    assert torch.equal(first.indices, second.indices)
+    assert torch.equal(third.indices, fourth.indices)
+    assert not torch.equal(first.indices, third.indices)
+    assert len({(mask.local, mask.sink_keys, mask.is_causal, mask.block_size) for mask in attended}) == 1
 
 
 def test_a_hybrid_has_a_dense_layer_in_three(quality):
@@ -244,6 +270,7 @@ VARIANTS = (
     "query+local4+recency+mixed+barely+rows4+peak+explore+last",
     "query+local+recency+block4+pooled+shared+hybrid",
     "query+local4+recency+mixed+living2+explore",
+    "query+local4+recency+mixed+pairs+explore",
 )
 
 
@@ -261,6 +288,23 @@ def test_every_variant_trains(quality, name):
 @pytest.mark.parametrize("name", ["dense", "linear+value+local+explore", "query+local4+recency+mixed+living2+explore"])
 def test_heads_in_groups_train(quality, name):
     assert quality.result_of({"task": "mqar", "variant": name, **SMALL, "heads": 4, "kv_heads": 2})["complete"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dense", "query+local4+recency+mixed+explore"])
+def test_a_replayed_step_has_the_gradients_of_the_batch_it_is_given(quality, name):
+    trained = quality.Run(quality.settings_of({"task": "mqar", "variant": name, **SMALL, "teach": 0.0, "replayed": True}), "cuda")
+    trained.warm_up()
+    batch = trained.task.draw(trained.generator, "train")
+    losses, gradients = [], []
+    for step in (trained.replayed, lambda batch: trained.gradients(batch, trained.settings.window, 0.0)):
+        torch.manual_seed(0)
+        losses.append(step(batch))
+        gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained.model.parameters()])
+        trained.optimizer.zero_grad()
+    torch.testing.assert_close(*losses)
+    for replayed, expected in zip(*gradients, strict=True):
+        two_ways.assert_same_by_another_way(replayed, expected, torch.bfloat16)
 
 
 def test_gates_are_distilled_from_the_dense_model(quality):

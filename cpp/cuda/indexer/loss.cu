@@ -100,7 +100,7 @@ struct Query {
   int64_t number, batch, group, of_group, query;
   IndexLossRow row;
   R *mass, *scores;  // [keys] of the workspace, whole blocks; those of a block lie where its keys begin
-  int columns;  // of logits that may have a key that the query sees: the later ones have none; where kIsPlain it sees all of them
+  int columns;  // of logits that may have a key that the query sees, the later ones have none; if kIsPlain it sees all of these
   int position, last_far;  // within [-1, keys]: keys behind the first and up to the second are no local ones
 
   __device__ __forceinline__ Query(const IndexLossParams& params, R* workspace) : p(params), number(blockIdx.x) {
@@ -132,7 +132,9 @@ struct Query {
   __device__ __forceinline__ int log2_block() const { return kIsPlain ? 0 : p.log2_block; }
   __device__ __forceinline__ bool is_pooled() const { return !kIsPlain && p.is_pooled; }
   __device__ __forceinline__ int key_of(int column) const {
-    return kIsPlain ? column : static_cast<int>(key_of_column(row, column));
+    if constexpr (kIsPlain) return column;
+    const int64_t key = key_of_column(row, column);
+    return key < p.key_length ? static_cast<int>(key) : -1;  // a list may name any block
   }
   __device__ __forceinline__ bool sees_key(int key) const { return kIsPlain || sees(row, key); }
   __device__ __forceinline__ bool is_competing(int key) const { return key >= row.sinks && (key > position || key <= last_far); }
