@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 EQUIVALENT: dict[str, tuple[str, str]] = {
+    "python/dmattn/cache.py:BoundedCache._apply: true, false 1": (
+        "or], Tensor], recurse: bool = [True -> False]) -> BoundedCache:",
+        "A cache has no modules of its own that torch could go down to.",
+    ),
     "python/dmattn/cache.py:BoundedCache._take_steps: true, false 1": (
         ":2], slots, None, bias, None, [False -> True], call.scale, call.softcap))",
         "Causality hides nothing from the last query of a sequence, and there is one query.",
