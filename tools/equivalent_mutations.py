@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 EQUIVALENT: dict[str, tuple[str, str]] = {
+    "python/dmattn/cache_choice.py:attend_chunk: true, false 3": (
+        "ask, key_bias=bias, is_causal=[True -> False], scale=scale, softcap=softcap",
+        "The lists are causal already.",
+    ),
+    "python/dmattn/cache.py:BoundedCache._apply: true, false 1": (
+        "or], Tensor], recurse: bool = [True -> False]) -> BoundedCache:",
+        "A cache has no modules of its own that torch could go down to.",
+    ),
     "python/dmattn/cache.py:BoundedCache._take_steps: true, false 1": (
         ":2], slots, None, bias, None, [False -> True], call.scale, call.softcap))",
         "Causality hides nothing from the last query of a sequence, and there is one query.",

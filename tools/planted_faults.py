@@ -87,7 +87,7 @@ TESTS = (
     (r"dmattn/testing/", "testing fuzz"),
     (r"dmattn/(_library|__main__)", "library"),
     (r"dmattn/(batching|composed|autograd)", "func autograd registration"),
-    (r"dmattn/fake", "registration aot_inductor"),
+    (r"dmattn/fake", "registration aot_inductor reduce"),
     (r"dmattn/", OPS),
 )  # fmt: skip
 RENAMED = {"reductions": "reduce", "shape_times": "shape"}

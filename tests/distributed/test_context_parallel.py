@@ -15,7 +15,7 @@ import dmattn
 import pytest
 import torch
 from dmattn import IntervalMask
-from dmattn.distributed import context_parallel_attention
+from dmattn.distributed import context_parallel_attention, exchange
 from dmattn.distributed.needs import checksum_of
 from dmattn.testing import AttentionCase, strategies, tolerance, top_k_visible
 from dmattn_bench import two_ways
@@ -115,6 +115,14 @@ def _within_documents(scores, window, documents, padding, local, sink_keys):
     mask = documents if padding is None else padding if documents is None else documents & padding
     length = scores.shape[2]
     return IntervalMask.top_k(scores, window, base=mask, local=local, sink_keys=sink_keys).to_bool(length, length)
+
+
+def test_rows_are_copied_16_bytes_at_a_time_where_they_lie_so():
+    rows = torch.zeros(2, 3, 16, 32, dtype=torch.bfloat16)
+    assert exchange._can_be_wide(rows)
+    assert exchange._can_be_wide(rows[:, 1:, 5:, 8:16])
+    for other in (rows[..., :12], rows[..., 4:12], rows.mT, torch.zeros(4, 36, dtype=torch.bfloat16)[:, :32]):
+        assert not exchange._can_be_wide(other)
 
 
 def test_masks_whose_batches_or_heads_stand_in_another_order_have_other_checksums():

@@ -386,3 +386,9 @@ REFUSED = {
 def test_refused(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("shape", [((1 << 20) + 1, 1), (1, (1 << 20) + 1)])
+def test_lists_longer_than_sequences_are_refused(shape):
+    with pytest.raises(ValueError, match=r"indices: expected \[B\|1, H\|Hkv\|1, Sq, K\], got shape"):
+        IndexMask(torch.zeros(1, 1, dtype=torch.int32).expand(shape))

@@ -379,3 +379,16 @@ def test_tiles_beyond_the_lengths_are_empty_though_a_block_reaches_them(device):
     tiles, rows, _ = torch.ops.dmattn.pack_tiles(mask, 53, 53, 200, 200, 64, 64)
     assert tiles[0, 0].tolist() == [[1, 0], [0, 0]]
     assert rows[0, 0, :, 0].tolist() == [1, 0]
+
+
+def test_documents_are_told_by_ids():
+    """Neighbours with equal ids, 0 among them, are a document; negative ids are padding."""
+    ids = torch.tensor([[0, 0, 3, 3, 0, -1], [-2, 1, 1, 0, 0, 0]])
+    expected = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, None]
+    expected[0, :2, 4] = expected[0, 4, :2] = False  # another document with the same id
+    assert torch.equal(IntervalMask.documents(6, ids=ids, is_causal=False).to_bool(6, 6)[:, 0], expected)
+
+
+def test_a_table_of_blocks_beyond_the_longest_sequence_is_refused():
+    with pytest.raises(ValueError, match=r"block_size: expected blocks that cover lengths up to \d+, got 3 of 1048576"):
+        BlockMask.from_blocks(torch.ones(1, 3, dtype=torch.bool), (128, 1 << 20))

@@ -462,3 +462,11 @@ def test_tensors_that_a_cache_cannot_take():
     ):
         with pytest.raises(ValueError, match=words):
             layer.new_cache(2, 20).attend(*given, layer.indexer)
+
+
+def test_heads_that_other_ranks_have_are_refused():
+    layer = IndexedAttention(32, 4, num_kv_heads=2, window=4)
+    query = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="expected all heads on every rank"):
+        layer._check_not_dealt_out(query, query[:, :1])
+    layer._check_not_dealt_out(query.repeat(1, 2, 1, 1), query)

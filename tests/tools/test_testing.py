@@ -364,6 +364,14 @@ def torch_attention(query, key, value, attn_mask=None, is_causal=False, scale=No
 SDPA_FEATURES = features_of(torch_attention) - {"blind_queries", "different_lengths"}
 
 
+def test_one_blind_query_makes_a_case_with_blind_queries():
+    query = torch.zeros(1, 1, 3, 8)
+    for queries, is_blind in ((3, False), (2, True)):
+        visible = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+        visible[:, :, queries:] = False
+        assert ("blind_queries" in features_in(AttentionCase(query, query, query, visible=visible))) == is_blind
+
+
 def test_features_are_those_of_the_arguments():
     general = {
         "grouped_heads",
