@@ -2,9 +2,9 @@
 
     python tools/training_paths.py --output curves.json        on a Hopper GPU: its kernels, the portable ones, and the reference
 
-Every path trains with the same seeds: of parameters, and of the text, which repeats itself with errors. They train in bfloat16 without
-dropout; layers select keys by scores and by lists in turn. A curve has the mean loss of each 100 steps. Ends with 1 if the mean curves of two
-paths are further apart than the curves of two seeds of one path.
+Every path trains with the same seeds of parameters and of the text, which repeats itself with errors. Models are bfloat16 and drop no
+weights; their layers select keys by scores and by lists in turn. A curve has the mean loss of each 100 steps. Ends with 1 if the mean
+curves of two paths are further apart than the curves of two seeds of one path.
 """
 
 from __future__ import annotations
@@ -94,11 +94,12 @@ def side_by_side(options: argparse.Namespace) -> Curves:
     """All runs in processes of their own, spread over the GPUs."""
     runs = list(itertools.product(options.paths, range(options.seeds)))
     given = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "length", "every")]
-    gpus = max(1, torch.cuda.device_count())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = (visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]) or [""]
     children = [
         subprocess.Popen(
             [sys.executable, __file__, "--run", path, str(seed), *given], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **PATHS[path], "CUDA_VISIBLE_DEVICES": str(number % gpus)},
+            env={**os.environ, **PATHS[path], "CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]},
         )
         for number, (path, seed) in enumerate(runs)
     ]  # fmt: skip

@@ -119,7 +119,7 @@ def test_index_top_k(keys, head_dim, block):
 
 @pytest.mark.parametrize("way", ["all", "lists"])
 @pytest.mark.parametrize(("block", "is_pooled"), [(1, False), (16, False), (16, True)])
-@pytest.mark.parametrize("keys", [83, 1000, 9000])
+@pytest.mark.parametrize("keys", [33, 83, 1000, 9000])
 def test_index_loss(keys, block, is_pooled, way):
     draw = torch.Generator().manual_seed(0)
     rows, blocks = 5, keys // block if is_pooled else -(-keys // block)
@@ -141,7 +141,7 @@ def test_index_loss(keys, block, is_pooled, way):
     given = (*given, None if way == "all" else lists, end * 0, end)
     sizes = (keys, block, is_pooled, True, 3, 1, 0.5, 4.0, 0.25, True)
     expected = torch.ops.dmattn.index_loss(*given, *sizes, False)
-    assert (expected[0] > 0).any()
+    assert blocks < 3 or (expected[0] > 0).any()  # of two whole blocks one is hidden
     on_gpu = [None if x is None else x.cuda() for x in given]
     for got, wanted in zip(torch.ops.dmattn.index_loss(*on_gpu, *sizes, False), expected, strict=True):
         torch.testing.assert_close(got.cpu(), wanted)

@@ -22,7 +22,6 @@ def test_runs_become_curves(tmp_path, capsys):
 
 
 def test_the_reference_learns_what_the_kernels_learn(monkeypatch):
-    monkeypatch.setattr(dmattn, "attention", dmattn.attention)
     given = {"steps": 6, "layers": 2, "length": 40, "every": 2}
     ours = training_paths.curve("cpu", 0, **given)
     monkeypatch.setattr(dmattn, "attention", training_paths.by_reference)
