@@ -1,6 +1,6 @@
 """Trains one small model by different kernels and compares how it learns.
 
-    python tools/training_paths.py --output curves.json        on a Hopper GPU: its kernels, the portable ones, and the reference
+    PYTHONPATH=benchmarks python tools/training_paths.py --output curves.json        on a Hopper GPU: its kernels, the portable ones, and the reference
 
 Every path trains with the same seeds of parameters and of the text, which repeats itself with errors. Models are bfloat16 and drop no
 weights; their layers select keys by scores and by lists in turn. A curve has the mean loss of each 100 steps. Ends with 1 if the mean
@@ -95,11 +95,12 @@ def side_by_side(options: argparse.Namespace) -> Curves:
     runs = list(itertools.product(options.paths, range(options.seeds)))
     given = [f"--{name}={getattr(options, name)}" for name in ("steps", "layers", "length", "every")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # a child imports what this process can
     gpus = (visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]) or [""]
     children = [
         subprocess.Popen(
             [sys.executable, __file__, "--run", path, str(seed), *given], stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **PATHS[path], "CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]},
+            env={**environment, **PATHS[path], "CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]},
         )
         for number, (path, seed) in enumerate(runs)
     ]  # fmt: skip
