@@ -160,8 +160,8 @@ struct KeyChunk {
   __device__ __forceinline__ void go_to(int column) {
     key = column + static_cast<int>(threadIdx.x) % 32 / 4, at = from + key * row_bytes;
   }
-  // The chunk to load begins so many columns behind the one that was loaded.
-  __device__ __forceinline__ void skip(int columns) { key += columns, at += (columns - kChunk) * row_bytes; }
+  // The chunk to load begins so many columns behind the one that was loaded; bytes: from the one's end to the other.
+  __device__ __forceinline__ void skip(int columns, int64_t bytes) { key += columns, at += bytes; }
   // The keys of its next eight columns, n columns of mma behind the first. Those of a sample do not stand side by side.
   __device__ __forceinline__ void load_next(const IndexCall& call, int n) {
     bool wanted[kSteps / 2];
@@ -272,7 +272,6 @@ __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
   const int warp = static_cast<int>(threadIdx.x / 32), lane = threadIdx.x % 32, warp_row = shares_keys ? 0 : warp * 16;
   const int sharers = shares_keys ? kWarps : 1;
   int step = static_cast<int>(gridDim.x) * sharers * kChunk;
-  asm volatile("" : "+r"(step));  // not to be computed again
   int first = static_cast<int>(blockIdx.x) * sharers * kChunk + (shares_keys ? warp * kChunk : 0);
   const CompetingRows of_last = competing_rows(p, at.offset + at.first + min(rows, warp_row + 16) - 1, at.length);
   const int end = max(of_last.end, of_last.later_end);
@@ -292,14 +291,17 @@ __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
   const Bounds bounds(call, of_lane);
   StagedCandidates candidates(shared_address(shared) + warp * StagedCandidates::kBytes, tile * kIndexTileQueries + warp_row);
 
+  int64_t skipped = (step - kChunk) * keys.row_bytes;
+  int has_all_heads = p.heads == kHeads;
+  asm volatile("" : "+r"(step), "+l"(skipped), "+r"(has_all_heads));  // not to be computed again
   for (; least_key_from<kFindsCandidates>(call, first) < end; first += step) {
     float x[2][kColumns][2];  // of rows lane / 4 and lane / 4 + 8
     if (kFindsCandidates) {
-      keys.skip(step);
+      keys.skip(step, skipped);
     } else {
       keys.go_to(first + step);
     }
-    if (p.heads == kHeads) {
+    if (has_all_heads) {
       sum_heads<T, true>(call, a, weight, keys, x);
     } else {
       sum_heads<T, false>(call, a, weight, keys, x);

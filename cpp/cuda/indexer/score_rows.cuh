@@ -175,12 +175,14 @@ __device__ __forceinline__ bool all_compete(const IndexCall& call, const ScoreGr
          ((least >= in.first && most <= in.end) || (least >= in.later && most <= in.later_end));
 }
 
-// Adds the slope times the distance to the scores of a row's columns first + 8 n + lane % 4 * 2 + {0, 1}.
+// Adds the slope times the distance to the scores of two rows' columns first + 8 n + lane % 4 * 2 + {0, 1}.
 template <int kColumns, bool kFindsCandidates>
 __device__ __forceinline__ void add_distances(const IndexCall& call, const ScoreGroup& group,
-                                              const ScoreRow<kFindsCandidates>& row, float (&x)[kColumns][2], int first) {
+                                              const ScoreRow<kFindsCandidates> (&rows)[2], float (&x)[2][kColumns][2],
+                                              int first) {
   const int own = first + static_cast<int>(threadIdx.x) % 4 * 2;
-  const float base = static_cast<float>((own << group.log2_width) - row.position) + group.middle;
+  const float between = static_cast<float>(rows[1].position - rows[0].position);
+  const float base = static_cast<float>((own << group.log2_width) - rows[0].position) + group.middle;
   const float width = static_cast<float>(1 << group.log2_width);
 #pragma unroll
   for (int i = 0; i < 2 * kColumns; ++i) {
@@ -188,9 +190,10 @@ __device__ __forceinline__ void add_distances(const IndexCall& call, const Score
     float distance = fmaf(width, static_cast<float>(column), base);  // exact below 2^23
     if (!kFindsCandidates && call.sample.log2 > 0) {
       const int key = key_of_column<kFindsCandidates>(call, own + column);
-      distance = static_cast<float>((key << group.log2_width) - row.position) + group.middle;
+      distance = static_cast<float>((key << group.log2_width) - rows[0].position) + group.middle;
     }
-    x[i / 2][i % 2] = fmaf(group.slope, distance, x[i / 2][i % 2]);
+    x[0][i / 2][i % 2] = fmaf(group.slope, distance, x[0][i / 2][i % 2]);
+    x[1][i / 2][i % 2] = fmaf(group.slope, distance - between, x[1][i / 2][i % 2]);
   }
 }
 
@@ -214,12 +217,9 @@ __device__ __forceinline__ void hide_others(const IndexCall& call, const ScoreGr
 // and the largest of a block of it. All lanes of a warp come here together.
 template <int kColumns, bool kFindsCandidates>
 __device__ __forceinline__ void finish_rows(const IndexCall& call, const ScoreGroup& group,
-                                            const ScoreRow<kFindsCandidates> (&rows)[2], float (&x)[2][kColumns][2],
-                                            int first, bool all_are_in) {
-  if (group.slope != 0.0f) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) add_distances(call, group, rows[r], x[r], first);
-  }
+                                            const ScoreRow<kFindsCandidates> (&rows)[2], float (&x)[2][kColumns][2], int first,
+                                            bool all_are_in) {
+  if (group.slope != 0.0f) add_distances(call, group, rows, x, first);
   if (!all_are_in) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) hide_others(call, group, rows[r], x[r], first);
