@@ -175,38 +175,59 @@ __device__ __forceinline__ bool all_compete(const IndexCall& call, const ScoreGr
          ((least >= in.first && most <= in.end) || (least >= in.later && most <= in.later_end));
 }
 
-// Makes scores of the weighted sums of a row's columns first + 8 n + lane % 4 * 2 + {0, 1}, -inf where a key does not compete,
-// and the largest of a block of it. All lanes of a warp come here together.
+// Adds the slope times the distance to the scores of two rows' columns first + 8 n + lane % 4 * 2 + {0, 1}.
 template <int kColumns, bool kFindsCandidates>
-__device__ __forceinline__ void finish_row(const IndexCall& call, const ScoreGroup& group, const ScoreRow<kFindsCandidates>& row,
-                                           float (&x)[kColumns][2], int first, bool all_are_in) {
+__device__ __forceinline__ void add_distances(const IndexCall& call, const ScoreGroup& group,
+                                              const ScoreRow<kFindsCandidates> (&rows)[2], float (&x)[2][kColumns][2],
+                                              int first) {
+  const int own = first + static_cast<int>(threadIdx.x) % 4 * 2;
+  const float between = static_cast<float>(rows[1].position - rows[0].position);
+  const float base = static_cast<float>((own << group.log2_width) - rows[0].position) + group.middle;
+  const float width = static_cast<float>(1 << group.log2_width);
+#pragma unroll
+  for (int i = 0; i < 2 * kColumns; ++i) {
+    const int column = 8 * (i / 2) + i % 2;
+    float distance = fmaf(width, static_cast<float>(column), base);  // exact below 2^23
+    if (!kFindsCandidates && call.sample.log2 > 0) {
+      const int key = key_of_column<kFindsCandidates>(call, own + column);
+      distance = static_cast<float>((key << group.log2_width) - rows[0].position) + group.middle;
+    }
+    x[0][i / 2][i % 2] = fmaf(group.slope, distance, x[0][i / 2][i % 2]);
+    x[1][i / 2][i % 2] = fmaf(group.slope, distance - between, x[1][i / 2][i % 2]);
+  }
+}
+
+// Makes -inf of the scores of keys that do not compete.
+template <int kColumns, bool kFindsCandidates>
+__device__ __forceinline__ void hide_others(const IndexCall& call, const ScoreGroup& group, const ScoreRow<kFindsCandidates>& row,
+                                            float (&x)[kColumns][2], int first) {
   const int own = first + static_cast<int>(threadIdx.x) % 4 * 2;
   const CompetingRows& in = row.in;
-  if (group.slope != 0.0f) {
-    const float base = static_cast<float>((own << group.log2_width) - row.position) + group.middle;
-    const float width = static_cast<float>(1 << group.log2_width);
 #pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i) {
-      const int column = 8 * (i / 2) + i % 2;
-      float distance = fmaf(width, static_cast<float>(column), base);  // exact below 2^23
-      if (!kFindsCandidates && call.sample.log2 > 0) {
-        const int key = key_of_column<kFindsCandidates>(call, own + column);
-        distance = static_cast<float>((key << group.log2_width) - row.position) + group.middle;
-      }
-      x[i / 2][i % 2] = fmaf(group.slope, distance, x[i / 2][i % 2]);
-    }
+  for (int i = 0; i < 2 * kColumns; ++i) {
+    const int key = key_of_column<kFindsCandidates>(call, own + 8 * (i / 2) + i % 2);
+    bool is_in = (key >= in.first && key < in.end) || (key >= in.later && key < in.later_end);
+    if (group.start) is_in = is_in && group.start[key] <= row.position;
+    if (group.end) is_in = is_in && row.position < group.end[key];
+    x[i / 2][i % 2] = is_in ? x[i / 2][i % 2] : negative_infinity();
   }
+}
+
+// Makes scores of the weighted sums of two rows' columns first + 8 n + lane % 4 * 2 + {0, 1}, -inf where a key does not compete,
+// and the largest of a block of it. All lanes of a warp come here together.
+template <int kColumns, bool kFindsCandidates>
+__device__ __forceinline__ void finish_rows(const IndexCall& call, const ScoreGroup& group,
+                                            const ScoreRow<kFindsCandidates> (&rows)[2], float (&x)[2][kColumns][2], int first,
+                                            bool all_are_in) {
+  if (group.slope != 0.0f) add_distances(call, group, rows, x, first);
   if (!all_are_in) {
 #pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i) {
-      const int key = key_of_column<kFindsCandidates>(call, own + 8 * (i / 2) + i % 2);
-      bool is_in = (key >= in.first && key < in.end) || (key >= in.later && key < in.later_end);
-      if (group.start) is_in = is_in && group.start[key] <= row.position;
-      if (group.end) is_in = is_in && row.position < group.end[key];
-      x[i / 2][i % 2] = is_in ? x[i / 2][i % 2] : negative_infinity();
-    }
+    for (int r = 0; r < 2; ++r) hide_others(call, group, rows[r], x[r], first);
   }
-  if (call.log2_score_block > 0) keep_largest(x, call.log2_score_block);
+  if (call.log2_score_block > 0) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) keep_largest(x[r], call.log2_score_block);
+  }
 }
 
 }  // namespace dmattn::cuda
