@@ -322,18 +322,25 @@ __device__ __forceinline__ void write_list(Shared<kWarps>& s, const Numbers& row
   }
 }
 
+// Rows of a tile that have a block of threads: not all, where there are few queries.
+static inline __host__ __device__ int rows_of_tile(const IndexCall& call) {
+  return call.p.query_length < kIndexTileQueries ? static_cast<int>(call.p.query_length) : kIndexTileQueries;
+}
+
 // What a block of threads has to do: a row of the part.
 struct RowOfPart {
-  int64_t number;
+  int tile;
   IndexQueries at;
   int query;
+  int64_t number;
   bool is_real;
   CompetingRows in;
   int blocks;  // of the row that may compete
 
   __device__ __forceinline__ explicit RowOfPart(const IndexCall& call)
-      : number(blockIdx.x), at(call, static_cast<int>(number / kIndexTileQueries)) {
-    query = at.first + static_cast<int>(number % kIndexTileQueries), is_real = query < call.p.query_length;
+      : tile(static_cast<int>(blockIdx.x) / rows_of_tile(call)), at(call, tile) {
+    const int row = static_cast<int>(blockIdx.x) % rows_of_tile(call);
+    query = at.first + row, number = static_cast<int64_t>(tile) * kIndexTileQueries + row, is_real = query < call.p.query_length;
     in = competing_rows(call.p, at.offset + query, at.length);
     const int log2_block = call.log2_score_block + call.log2_fold;
     blocks = (max(in.end, in.later_end) + (1 << log2_block) - 1) >> log2_block;
@@ -410,8 +417,15 @@ cudaError_t launch_rows(void (*kernel)(IndexCall, int), KernelAttribute& known, 
   const int room = static_cast<int>(std::min<int64_t>(count, kMostBytes / 8));
   const cudaError_t status = allow_shared_bytes(known, kernel, static_cast<int>(kMostBytes));
   if (status != cudaSuccess) return status;
-  kernel<<<grid_of(call.tiles * kIndexTileQueries), kWarps * 32, room * 8, stream>>>(call, room);
+  kernel<<<grid_of(call.tiles * rows_of_tile(call)), kWarps * 32, room * 8, stream>>>(call, room);
   return cudaGetLastError();
+}
+
+// How many warps a row of `count` numbers has: more where there are fewer rows than multiprocessors.
+static int warps_of_row(const IndexCall& call, int64_t count) {
+  constexpr int64_t kFewRows = 128;
+  if (call.tiles * rows_of_tile(call) <= kFewRows) count *= 4;
+  return count <= 1024 ? 1 : count <= 4096 ? 4 : 16;
 }
 
 template <int kWarps>
@@ -428,8 +442,9 @@ cudaError_t launch_choice_of(const IndexCall& call, int64_t count, cudaStream_t 
 
 template <bool kSampled>
 cudaError_t launch_choice(const IndexCall& call, int64_t count, cudaStream_t stream) {
-  if (count <= 1024) return launch_choice_of<1, kSampled>(call, count, stream);
-  if (count <= 4096) return launch_choice_of<4, kSampled>(call, count, stream);
+  const int warps = warps_of_row(call, count);
+  if (warps == 1) return launch_choice_of<1, kSampled>(call, count, stream);
+  if (warps == 4) return launch_choice_of<4, kSampled>(call, count, stream);
   return launch_choice_of<16, kSampled>(call, count, stream);
 }
 
@@ -437,8 +452,9 @@ cudaError_t launch_choice(const IndexCall& call, int64_t count, cudaStream_t str
 
 cudaError_t launch_index_bounds(const IndexCall& call, cudaStream_t stream) {
   const int64_t count = (scores_of_row(call.p, call.log2_score_block) >> call.sample.log2) + 1;
-  if (count <= 1025) return launch_bounds_of<1>(call, count, stream);
-  if (count <= 4097) return launch_bounds_of<4>(call, count, stream);
+  const int warps = warps_of_row(call, count - 1);
+  if (warps == 1) return launch_bounds_of<1>(call, count, stream);
+  if (warps == 4) return launch_bounds_of<4>(call, count, stream);
   return launch_bounds_of<16>(call, count, stream);
 }
 
