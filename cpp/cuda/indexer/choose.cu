@@ -90,42 +90,46 @@ struct ReadCandidates {
   }
 };
 
-// Scores that are computed again, one product after the other.
+// The score of a key, computed again, one product after the other. In a function of its own, because it is rarely wanted.
 template <class T>
+__device__ __noinline__ float score_again(const IndexCall& call, const IndexQueries& at, int query, int position, int key) {
+  const IndexTopKParams& p = call.p;
+  const auto row = [&at](const TensorView& tensor, int64_t number) {
+    const int64_t from = at.batch * tensor.batch_stride + at.group * tensor.head_stride + number * tensor.row_stride;
+    return static_cast<const T*>(tensor.data) + from;
+  };
+  const float* const weights = weights_of(p, at) + query * p.weights.row_stride;
+  const T *const of_query = row(p.query, query), *const of_key = row(p.key, key);
+  float sum = 0.0f;
+  for (int64_t head = 0; head < p.heads; ++head) {
+    float product = 0.0f;
+    const uint4* const left = reinterpret_cast<const uint4*>(of_query + head * p.query_head_stride);
+    for (int part = 0; part < static_cast<int>(p.head_dim) / 8; ++part) {
+      const uint4 a = left[part], b = reinterpret_cast<const uint4*>(of_key)[part];
+      const uint32_t pairs[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = Element<T>::widen_pair(pairs[i][0]), y = Element<T>::widen_pair(pairs[i][1]);
+        product = fmaf(x.y, y.y, fmaf(x.x, y.x, product));
+      }
+    }
+    product *= static_cast<float>(p.scale);
+    sum = fmaf(weights[head], product < 0.0f ? 0.0f : product, sum);
+  }
+  const int log2_width = p.is_pooled ? p.log2_block : 0;
+  const float distance = static_cast<float>((key << log2_width) - position) + static_cast<float>((1 << log2_width) - 1) * 0.5f;
+  return fmaf(p.slope ? static_cast<const float*>(p.slope)[at.group] : 0.0f, distance, sum);
+}
+
 struct ReadAgain {
   const IndexCall& call;
   const IndexQueries& at;
   int query, position;
   CompetingRows in;
 
-  __device__ __forceinline__ const T* row(const TensorView& tensor, int64_t number) const {
-    const int64_t from = at.batch * tensor.batch_stride + at.group * tensor.head_stride + number * tensor.row_stride;
-    return static_cast<const T*>(tensor.data) + from;
-  }
-  __device__ float score(int key) const {
-    const IndexTopKParams& p = call.p;
-    const float* const weights =
-        static_cast<const float*>(p.weights.data) + at.batch * p.weights.batch_stride + at.group * p.weights.head_stride;
-    const T *const of_query = row(p.query, query), *const of_key = row(p.key, key);
-    float sum = 0.0f;
-    for (int64_t head = 0; head < p.heads; ++head) {
-      float product = 0.0f;
-      const uint4* const left = reinterpret_cast<const uint4*>(of_query + head * p.query_head_stride);
-      for (int part = 0; part < static_cast<int>(p.head_dim) / 8; ++part) {
-        const uint4 a = left[part], b = reinterpret_cast<const uint4*>(of_key)[part];
-        const uint32_t pairs[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 x = Element<T>::widen_pair(pairs[i][0]), y = Element<T>::widen_pair(pairs[i][1]);
-          product = fmaf(x.y, y.y, fmaf(x.x, y.x, product));
-        }
-      }
-      product *= static_cast<float>(p.scale);
-      sum = fmaf(weights[query * p.weights.row_stride + head], product < 0.0f ? 0.0f : product, sum);
-    }
-    const int log2_width = p.is_pooled ? p.log2_block : 0;
-    const float distance = static_cast<float>((key << log2_width) - position) + static_cast<float>((1 << log2_width) - 1) * 0.5f;
-    return fmaf(p.slope ? static_cast<const float*>(p.slope)[at.group] : 0.0f, distance, sum);
+  __device__ __forceinline__ float score(int key) const {
+    if (call.p.dtype == DType::kBFloat16) return score_again<__nv_bfloat16>(call, at, query, position, key);
+    return score_again<__half>(call, at, query, position, key);
   }
   __device__ Number operator()(int block) const {
     const IndexTopKParams& p = call.p;
@@ -380,9 +384,9 @@ __device__ __forceinline__ void choose(Shared<kWarps>& s, const IndexCall& call,
              p.scores ? static_cast<float*>(p.scores) + list : nullptr);
 }
 
-template <int kWarps, class T>
+template <int kWarps>
 __device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& call, const RowOfPart& own, int room) {
-  const ReadAgain<T> read{call, own.at, own.query, static_cast<int>(own.at.offset) + own.query, own.in};
+  const ReadAgain read{call, own.at, own.query, static_cast<int>(own.at.offset) + own.query, own.in};
   choose<kWarps>(s, call, own, read, own.blocks, room);
 }
 
@@ -399,10 +403,8 @@ __global__ __launch_bounds__(kWarps * 32,
     const bool is_short = count < call.p.top && call.bounds[own.number].score > kLeast;
     if (!is_short && count <= capacity) {
       choose<kWarps>(s, call, own, ReadCandidates{call.candidates + own.number * capacity}, count, room);
-    } else if (call.p.dtype == DType::kBFloat16) {
-      choose_again<kWarps, __nv_bfloat16>(s, call, own, room);
     } else {
-      choose_again<kWarps, __half>(s, call, own, room);
+      choose_again(s, call, own, room);
     }
   } else {
     choose<kWarps>(s, call, own, own.scores(call), own.blocks, room);
