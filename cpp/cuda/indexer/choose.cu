@@ -232,9 +232,10 @@ __device__ __forceinline__ int narrow(Shared<kWarps>& s, const Numbers& row, Ran
   }
 }
 
-// The least rank that is chosen, which is that of the `wanted`-th best; kAll where there are no more numbers than that.
+// The least rank that is chosen, which is that of the `wanted`-th best, or may choose `spare` more; kAll where there are no more
+// numbers than wanted.
 template <int kWarps, class Numbers>
-__device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& row, int wanted) {
+__device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& row, int wanted, int spare) {
   constexpr int kThreads = Shared<kWarps>::kThreads, kMostRanked = Shared<kWarps>::kMostRanked;
   const int thread = static_cast<int>(threadIdx.x);
   Range range{~0u, 0, wanted};
@@ -253,6 +254,7 @@ __device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& r
   range.least += 1;
   if (count <= wanted) return kAll;
   int found = narrow(s, row, range, [](Number x) { return x.score; });
+  if (found - range.wanted <= spare) return static_cast<uint64_t>(range.least) << 32;
   if (found <= kMostRanked) {
     row.each([&](Number x) {
       if (range.has(x.score)) s.ranked[atomicAdd(&s.ranked_count, 1)] = rank_of(x);
@@ -365,7 +367,8 @@ __global__ __launch_bounds__(kWarps * 32,
   if (!own.is_real) return;
   const int log2 = call.sample.log2;
   const Row<kWarps, ReadScores> row(own.scores(call), (own.blocks + (1 << log2) - 1) >> log2, room);
-  const uint64_t cut = find_cut(s, row, call.sample.rank);
+  constexpr int kSpare = 4;  // of the sample, far fewer than the candidates have room for
+  const uint64_t cut = find_cut(s, row, call.sample.rank, kSpare);
   if (threadIdx.x > 0) return;
   call.counts[own.number] = 0;
   const int place = static_cast<int>(static_cast<uint32_t>(cut));
@@ -378,7 +381,7 @@ __device__ __forceinline__ void choose(Shared<kWarps>& s, const IndexCall& call,
                                        int room) {
   const IndexTopKParams& p = call.p;
   const Row<kWarps, Read> row(read, count, room);
-  const uint64_t cut = find_cut(s, row, static_cast<int>(p.top));
+  const uint64_t cut = find_cut(s, row, static_cast<int>(p.top), 0);
   const int64_t list = ((own.at.batch * p.groups + own.at.group) * p.query_length + own.query) * p.top;
   write_list(s, row, cut, own.blocks, static_cast<int>(p.top), p.indices + list,
              p.scores ? static_cast<float*>(p.scores) + list : nullptr);
