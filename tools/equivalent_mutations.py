@@ -15,6 +15,10 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         ":2], slots, None, bias, None, [False -> True], call.scale, call.softcap))",
         "Causality hides nothing from the last query of a sequence, and there is one query.",
     ),
+    "cpp/cpu/index_loss.h:find_blocks: off by one 5": (
+        "int64_t column = -[1 -> 2];",
+        "Of a column that is none only the sign is asked for.",
+    ),
     "cpp/cpu/mask.h:KeyScheduler.visit_range: and, or 1": (
         "if (!start_min_ [&& -> ||] !end_max_) {",
         "Blocks that one summary would skip are classified one by one and found empty: slower, the same chunks.",
