@@ -15,6 +15,10 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         ":2], slots, None, bias, None, [False -> True], call.scale, call.softcap))",
         "Causality hides nothing from the last query of a sequence, and there is one query.",
     ),
+    "cpp/cpu/backward_head.h:shared_bias_task: off by one 2": (
+        "{tile, 1}, {nullptr, nullptr, [0 -> 1], true}, s);",
+        "The stride of gradients that are not wanted.",
+    ),
     "cpp/cpu/index_loss.h:find_blocks: off by one 5": (
         "int64_t column = -[1 -> 2];",
         "Of a column that is none only the sign is asked for.",

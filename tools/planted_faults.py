@@ -50,6 +50,7 @@ TESTS = (
     (r"cpp/.*reduce", "reduce fuzz"),
     (r"cpp/.*(select|key_order)", "select dynamic_mask_attention errors limits fuzz"),
     (r"cpp/.*pack", "errors masks limits masks_as_data forward fuzz"),
+    (r"cpp/(cpu/)?list", "index_calls index decode errors limits fuzz"),
     (r"cpp/(cpu/)?index", "indexer index index_calls registration errors limits fuzz"),
     (r"cpp/(\w+_arguments|checks|errors|tensors|params)\.h", "errors forward decode cache select masks reduce backward limits fuzz"),
     (r"cpp/cpu/levels", "levels"),
