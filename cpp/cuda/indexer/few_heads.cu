@@ -200,65 +200,6 @@ __device__ __forceinline__ void sum_heads(const IndexCall& call, const uint32_t 
   }
 }
 
-// The keys that compete for all queries of a warp: two ranges, or none.
-template <bool kFindsCandidates>
-struct CommonKeys {
-  int first, end, later, later_end;
-
-  __device__ __forceinline__ CommonKeys(const IndexCall& call, const ScoreGroup& group,
-                                        const ScoreRow<kFindsCandidates> (&rows)[2])
-      : first(0), end(static_cast<int>(call.p.keys)), later(0), later_end(end) {
-    if (group.start || group.end) end = later_end = 0;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (!rows[r].is_real) continue;
-      first = max(first, rows[r].in.first), end = min(end, rows[r].in.end);
-      later = max(later, rows[r].in.later), later_end = min(later_end, rows[r].in.later_end);
-    }
-    first = __reduce_max_sync(0xffffffffu, first), end = __reduce_min_sync(0xffffffffu, end);
-    later = __reduce_max_sync(0xffffffffu, later), later_end = __reduce_min_sync(0xffffffffu, later_end);
-  }
-  // Are all keys of a chunk among them?
-  __device__ __forceinline__ bool hold(const IndexCall& call, int column) const {
-    const int least = least_key_from<kFindsCandidates>(call, column),
-              most = least_key_from<kFindsCandidates>(call, column + kChunk);
-    return ((least >= first) & (most <= end)) | ((least >= later) & (most <= later_end));
-  }
-};
-
-// From which score on a lane's two rows have candidates: from `score` on in columns from `edge` on, above it in earlier ones.
-struct Bounds {
-  float score[2], above[2];
-  int edge[2];
-
-  template <bool kFindsCandidates>
-  __device__ __forceinline__ explicit Bounds(const IndexCall& call, const ScoreRow<kFindsCandidates> (&rows)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      score[r] = rows[r].bound.score, above[r] = next_up(score[r]), edge[r] = rows[r].bound.place << call.log2_score_block;
-      asm volatile("" : "+f"(above[r]), "+r"(edge[r]));  // not to be computed again
-    }
-  }
-  // Sets `least` for a chunk; returns whether a row's edge is within the chunk.
-  __device__ __forceinline__ bool least_of(int column, float (&least)[2]) const {
-    bool has_edge = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int before = edge[r] - column;
-      least[r] = before >= kChunk ? above[r] : score[r];
-      has_edge = has_edge | (static_cast<uint32_t>(before - 1) < kChunk - 1);
-    }
-    return __any_sync(0xffffffffu, has_edge);
-  }
-  // Takes scores equal to the bound in front of the edge out of row r.
-  __device__ __forceinline__ void drop_equal(int r, float (&x)[kColumns][2], int own) const {
-#pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i) {
-      if (x[i / 2][i % 2] == score[r] && own + 8 * (i / 2) + i % 2 < edge[r]) x[i / 2][i % 2] = negative_infinity();
-    }
-  }
-};
-
 // As index_scores_kernel. Blocks of threads share the chunks of keys (x) of a tile of queries (y).
 template <class T, int kSteps, bool kFindsCandidates>
 __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
@@ -307,10 +248,10 @@ __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
       sum_heads<T, false>(call, a, weight, keys, x);
     }
     const int own = first + lane % 4 * 2;
-    finish_rows(call, group, of_lane, x, first, common_keys.hold(call, first));
+    finish_rows(call, group, of_lane, x, first, common_keys.hold(call, first, kChunk));
     if constexpr (kFindsCandidates) {
       float least[2];
-      if (bounds.least_of(first, least)) bounds.drop_equal(0, x[0], own), bounds.drop_equal(1, x[1], own);
+      if (bounds.least_of(first, kChunk, least)) bounds.drop_equal(x, own);
       if (candidates.may_overflow()) candidates.flush(call);
       candidates.add(x, least, own);
     } else {

@@ -110,16 +110,14 @@ __global__ __launch_bounds__(kThreads) void index_scores_kernel(const __grid_con
     float x[2][kColumns][2];
 #pragma unroll
     for (int i = 0; i < 4 * kColumns; ++i) x[i / 2 % 2][i / 4][i % 2] = scores[m][i / 4][i % 4];
-    bool all_are_in = true;
+    const CommonKeys<kFindsCandidates> common_keys(call, group, own);
+    finish_rows(call, group, own, x, first, common_keys.hold(call, first, 8 * kColumns));
+    if constexpr (kFindsCandidates) {
+      add_candidates(call, own, x, first);
+    } else {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) all_are_in = all_are_in && all_compete(call, group, own[r], first, 8 * kColumns);
-    finish_rows(call, group, own, x, first, all_are_in);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if constexpr (kFindsCandidates) {
-        add_candidates(call, own[r], x[r], first);
-      } else if (own[r].is_real) {
-        store_scores(call, x[r], call.scores + own[r].number * call.row_stride, first);
+      for (int r = 0; r < 2; ++r) {
+        if (own[r].is_real) store_scores(call, x[r], call.scores + own[r].number * call.row_stride, first);
       }
     }
   }
