@@ -35,6 +35,10 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "if ([! -> ]start_min_ && !end_max_) {",
         "Summaries of blocks only save the time of looking at their keys.",
     ),
+    "cpp/cpu/backward_head.h:BackwardShared.BackwardShared: minimum, maximum 2": (
+        "roup_size(p), kMaxPartBytes / [max_of -> min_of](1, bytes_each));",
+        "Only the memory of a call depends on the quotient, which goes unused where there are no bytes.",
+    ),
     "cpp/cpu/mask.h:KeyScheduler.classify: and, or 2": (
         "int64_t{end > first_position_ [&& -> ||] start <= last_position_} << j",
         "A key that no query of the tile sees is dropped later.",
