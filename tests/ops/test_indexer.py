@@ -214,7 +214,7 @@ def test_a_sample_that_misleads(device, dtype, log2, is_better, heads):
         assert torch.equal(scores[0, 0].double().cpu(), expected.gather(1, mask.indices[0, 0].long().cpu()))
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 8), (4, 32), (2, 40), (3, 64), (64, 128), (2, 136), (1, 256)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 8), (4, 32), (2, 40), (3, 64), (64, 128), (128, 8), (2, 136), (1, 256)])
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 def test_scores_are_those_of_the_definition(device, dtype, heads, head_dim, block_size):
     query, key = tensor((2, 2, 70, heads, head_dim), 0, dtype, device), tensor((2, 2, 333, head_dim), 1, dtype, device)
@@ -629,6 +629,15 @@ def test_loss_refuses_what_would_lose_its_gradient():
         with pytest.raises(RuntimeError, match=r"index_loss: expected backward\(\) or torch.autograd.grad"):
             differentiate(query)
     torch.testing.assert_close(torch.vmap(loss)(torch.stack((query, -query))), torch.stack((loss(query), loss(-query))))
+
+
+@pytest.mark.parametrize(("end", "is_padding"), [(7, True), (8, False)])
+def test_a_query_from_which_on_its_own_key_is_hidden_is_padding(end, is_padding):
+    given = [tensor(size, n) for n, size in enumerate(((1, 1, 9, 2, 8), (1, 1, 9, 8), (1, 1, 9, 2), (1, 2, 9, 8), (1, 2, 9, 8)))]
+    ends = torch.full((1, 1, 9), 9, dtype=torch.int32)
+    ends[..., 7] = end
+    base = IntervalMask(torch.zeros_like(ends), ends)
+    assert (dmattn.index_loss(*given, rows=torch.tensor([7]), base=base).item() == 0) == is_padding
 
 
 @pytest.mark.parametrize(
