@@ -81,6 +81,7 @@ class Run:
         self.held = {split: [self.task.draw(held, split) for _ in range(settings.eval_batches)] for split in splits}
         self.teacher: Model | None = None
         self.replayed: ReplayedStep | None = None
+        self.untaught = settings.index_warm_up > 0
         self.step = 0
         self.spent = 0.0
         self.curve: list[dict[str, Any]] = []
@@ -128,6 +129,8 @@ class Run:
         window = s.window_at(progress)
         if s.distill and window is not None and self.teacher is None:
             self.teacher = copy.deepcopy(self.model).requires_grad_(False).eval()
+        if self.untaught and window is not None:
+            self.teach_indexers()
         batch = self.task.draw(self.generator, "train")
         loss = self.gradients(batch, window, noise) if self.replayed is None else self.replayed(batch)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
@@ -139,8 +142,19 @@ class Run:
     def gradients(self, batch: Batch, window: int | None, noise: float) -> Tensor:
         """The loss of a batch, whose gradients are added to those of the parameters."""
         loss, taught = self.loss(batch, window, noise)
-        (loss + self.settings.teach * taught).backward()
+        if self.untaught and window is None:
+            loss.backward()
+        else:
+            (loss + self.settings.teach * taught).backward()
         return loss.detach()
+
+    def teach_indexers(self) -> None:
+        """Steps in which the indexers alone learn, while all keys are read; what has no gradient stays as it is."""
+        for _ in range(self.settings.index_warm_up):
+            self.loss(self.task.draw(self.generator, "train"), None, 0.0)[1].backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.untaught = False
 
     def loss(self, batch: Batch, window: int | None, noise: float) -> tuple[Tensor, Tensor]:
         """Mean loss of the targets the task asks for, plus that of the others times `text_weight`; and the scores' own loss."""
@@ -159,7 +173,7 @@ class Run:
     def warm_up(self) -> None:
         """Compiles everything that the run will need: dense steps, steps with windows, evaluation. Two windows make them dynamic."""
         s = self.settings
-        windows: list[int | None] = [] if s.mask not in ("dynamic", "gated") or not s.dense_until else [None]
+        windows: list[int | None] = [] if s.mask not in ("dynamic", "query", "gated") or not s.dense_until else [None]
         windows += [s.window] if not s.anneal_until else [s.window_at((s.dense_until + s.anneal_until) / 2), s.window]
         batch = self.task.draw(torch.Generator(self.device).manual_seed(0), "train")
         for window in windows:

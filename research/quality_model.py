@@ -67,7 +67,8 @@ class Settings:
     score_trunk: bool = True  # whether gradients of scores reach the layers below
     noise: float = 0.0  # Gumbel noise on the scores while they select in training
     noise_until: float = 1.0  # part of the run after which the noise, falling linearly, is 0
-    dense_until: float = 0.0  # part of the run in which dynamic layers are dense, gated ones too
+    dense_until: float = 0.0  # part of the run in which layers that select are dense
+    index_warm_up: int = 0  # steps of the indexers alone, where that part ends; they count as none
     distill: bool = False  # whether, after that part, the model learns its own dense predictions instead of the targets
     anneal_until: float = 0.0  # part of the run until which the window falls, geometrically, from the length to its size
     teach: float = 0.0  # weight of a loss that teaches the scores the dense attention of `teach_rows` queries a step
@@ -120,6 +121,10 @@ class Settings:
             raise ValueError("lifetime_window: expected 0, or a linear score and a list for each head of a mask by query")
         if self.index_layers != 1 and (self.mask != "query" or self.lifetime_window or self.dense_every):
             raise ValueError(f"index_layers: expected 1, or lists of every layer without lifetimes, got {self.index_layers}")
+        if self.mask == "query" and self.dense_until and (self.index_layers != 1 or self.lifetime_window or self.dense_every):
+            raise ValueError(f"dense_until: expected 0, or lists of every layer without lifetimes, got {self.dense_until}")
+        if self.index_warm_up and not (self.mask == "query" and self.dense_until):
+            raise ValueError(f"index_warm_up: expected 0, or a mask by query with dense_until, got {self.index_warm_up}")
         if self.mask == "query" and self.window % self.index_block:
             raise ValueError(f"index_block: expected a divisor of the {self.window} keys that are chosen, got {self.index_block}")
         if self.lookahead > self.local or (self.lookahead and self.bias != "none"):
@@ -182,6 +187,7 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
             f"living{n}": {"lifetime_window": n * visible, "score": "linear", "score_source": "hidden", "score_trunk": False}
             for n in (1, 2, 4)
         },
+        "converted": {"dense_until": 0.9, "index_warm_up": 200},  # behind "query": a model trained dense gets lists
         "hybrid": {"dense_every": 3},
         "taught": TAUGHT,
         "local": {"local": visible // 2},
@@ -259,7 +265,7 @@ class Attention(nn.Module):
         positions = torch.arange(x.shape[1], device=x.device)
         recency = F.pad(self.log_slope.exp(), (0, s.flat_heads))[None, :, None] * positions if s.recency else None
         if s.mask == "query":
-            out, loss, lists = self.by_query(x, query, key, value, recency, lists)
+            out, loss, lists = self.by_query(x, query, key, value, recency, lists, window)
             return self.out(out.transpose(1, 2).flatten(2)), loss, lists
         if s.mask == "gated" and window is not None:
             out, loss = self.gated(x, query, key, value, recency, window)
@@ -289,35 +295,31 @@ class Attention(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2)), loss, None
 
     def by_query(
-        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, given: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, H, S, D] where each query chooses its keys, as in :class:`dmattn.nn.IndexedAttention`, the loss of the indexer, and the lists:
-        those given, or chosen here."""
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, given: Tensor | None, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """[B, H, S, D] where each query chooses its keys, as in :class:`dmattn.nn.IndexedAttention`, or without a window sees all, the loss of
+        the indexer, and the lists: those given, or chosen here."""
         s, length, first = self.settings, x.shape[1], self.settings.plain_heads
         parts = None if given is not None else self.indexer(x)
         ranks, living = None, None
         if s.lifetime_window:
             ranks = self.scores(x) if bias is None else self.scores(x) + bias
             living = dmattn.IntervalMask.top_k(ranks.detach()[:, first:], s.lifetime_window, local=s.local, sink_keys=s.sink)
-        lists: Any
-        if parts is None:
-            lists = dmattn.IndexMask(given, s.index_block, is_causal=True, local=s.local, sink_keys=s.sink)
-        else:
+        lists: Any = None
+        if window is not None and parts is not None:
             lists = self.indexer.select(parts, living)
-        of_heads = [(first, s.kv, lists if living is None else lists & living)]
-        if first:
-            plain = dmattn.IntervalMask.streaming(length, s.sink, s.plain_local, device=x.device)
-            of_heads.insert(0, (0, first, plain))
+        elif window is not None:
+            lists = dmattn.IndexMask(given, s.index_block, is_causal=True, local=s.local, sink_keys=s.sink)
         out = torch.cat([
             dmattn.attention(
                 query[:, begin * self.group : end * self.group], key[:, begin:end], value[:, begin:end], mask,
                 key_bias=None if bias is None else bias[:, begin:end], is_causal=True,
             )
-            for begin, end, mask in of_heads
+            for begin, end, mask in self.masks_of_heads(lists, living, length, x.device)
         ], 1)  # fmt: skip
-        loss = torch.zeros((), device=x.device)
+        loss, indices = torch.zeros((), device=x.device), None if lists is None else lists.indices
         if not self.training:
-            return out, loss, lists.indices
+            return out, loss, indices
         rows = drawn_rows(length, s.teach_rows, s.teach_last, x.device)
         own_bias = None if bias is None else bias[:, first:]
         if parts is not None:
@@ -336,9 +338,19 @@ class Attention(nn.Module):
                 last=s.teach_last, sharp=s.teach_peak, first_head=first,
             )  # fmt: skip
             loss = loss + of_scores
-        elif s.explore:
+        elif s.explore and lists is not None:
             out = with_dense_rows(query, key, value, out, rows, bias, None, self.size**-0.5, 0.0)
-        return out, loss, lists.indices
+        return out, loss, indices
+
+    def masks_of_heads(
+        self, lists: dmattn.IndexMask | None, living: dmattn.IntervalMask | None, length: int, device: torch.device
+    ) -> list[tuple[int, int, Any]]:
+        """What the key heads from one number to before another see."""
+        s = self.settings
+        if lists is None:
+            return [(0, s.kv, dmattn.IntervalMask.causal(length, device=device))]
+        plain = [(0, s.plain_heads, dmattn.IntervalMask.streaming(length, s.sink, s.plain_local, device=device))]
+        return [*plain[: s.plain_heads], (s.plain_heads, s.kv, lists if living is None else lists & living)]
 
     def gated(
         self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, window: int
@@ -485,7 +497,9 @@ class Model(nn.Module):
     def __init__(self, settings: Settings, vocabulary: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, settings.width)
-        dense = dataclasses.replace(settings, mask="dense", plain_heads=0, lifetime_window=0, index_layers=1, distill=False)
+        dense = dataclasses.replace(
+            settings, mask="dense", plain_heads=0, lifetime_window=0, index_layers=1, index_warm_up=0, distill=False
+        )
         every = settings.dense_every
         self.blocks = nn.ModuleList(
             Block(dense if every and layer % every == every - 1 else settings, layer % settings.index_layers == 0)

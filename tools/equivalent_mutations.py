@@ -15,6 +15,26 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         ":2], slots, None, bias, None, [False -> True], call.scale, call.softcap))",
         "Causality hides nothing from the last query of a sequence, and there is one query.",
     ),
+    "cpp/cpu/backward_head.h:shared_bias_task: off by one 2": (
+        "{tile, 1}, {nullptr, nullptr, [0 -> 1], true}, s);",
+        "The stride of gradients that are not wanted.",
+    ),
+    "cpp/cpu/decode_split.h:merge_splits_task: off by one 5": (
+        "R sum = 0, rest = [0 -> 1];",
+        "log_sum sets it.",
+    ),
+    "cpp/cpu/mask.h:KeyScheduler.visit_range: and, or 2": (
+        "block >= first / kSummaryKeys [&& -> ||] block < end_block) visit_bloc",
+        "In a block outside of the range there is no key of it to look at.",
+    ),
+    "cpp/cpu/index_loss.h:index_loss_scratch_bytes: removed statement 2": (
+        "[static_cast<void>(measured) -> ];",
+        "It only tells the compiler that the variable is not used.",
+    ),
+    "cpp/cpu/index_loss.h:find_blocks: off by one 5": (
+        "int64_t column = -[1 -> 2];",
+        "Of a column that is none only the sign is asked for.",
+    ),
     "cpp/cpu/mask.h:KeyScheduler.visit_range: and, or 1": (
         "if (!start_min_ [&& -> ||] !end_max_) {",
         "Blocks that one summary would skip are classified one by one and found empty: slower, the same chunks.",

@@ -46,10 +46,11 @@ OPS = "forward backward select dynamic_mask_attention decode huge_biases errors 
 # The test files, test_*.py below tests/, that look for a mutation: those of the first pattern that a file's path matches.
 TESTS = (
     (r"cpp/.*cache", "cache cache_errors mixed_cache fuzz"),
-    (r"cpp/.*decode", "decode cache fuzz"),
+    (r"cpp/.*decode", "decode errors cache fuzz"),
     (r"cpp/.*reduce", "reduce fuzz"),
     (r"cpp/.*(select|key_order)", "select dynamic_mask_attention errors limits fuzz"),
     (r"cpp/.*pack", "errors masks limits masks_as_data forward fuzz"),
+    (r"cpp/(cpu/)?list", "index_calls index decode errors limits fuzz"),
     (r"cpp/(cpu/)?index", "indexer index index_calls registration errors limits fuzz"),
     (r"cpp/(\w+_arguments|checks|errors|tensors|params)\.h", "errors forward decode cache select masks reduce backward limits fuzz"),
     (r"cpp/cpu/levels", "levels"),

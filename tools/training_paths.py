@@ -1,6 +1,8 @@
 """Trains one small model by different kernels and compares how it learns.
 
-    PYTHONPATH=benchmarks python tools/training_paths.py --output curves.json        on a Hopper GPU: its kernels, the portable ones, and the reference
+    PYTHONPATH=benchmarks python tools/training_paths.py --output curves.json
+
+On a Hopper GPU: its kernels, the portable ones, and the reference.
 
 Every path trains with the same seeds of parameters and of the text, which repeats itself with errors. Models are bfloat16 and drop no
 weights; their layers select keys by scores and by lists in turn. A curve has the mean loss of each 100 steps. Ends with 1 if the mean

@@ -640,6 +640,7 @@ DIRECT = {
 }  # fmt: skip
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(("call", "argument"), DIRECT.values(), ids=DIRECT)
 def test_direct_op_call(call, argument):
     with pytest.raises(RuntimeError, match=rf"dmattn: .*{argument}"):

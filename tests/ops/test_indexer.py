@@ -155,6 +155,15 @@ def test_lists_equal_brute_force(device, dtype, data):
     assert torch.equal(scores == -math.inf, expected == -1)
 
 
+@pytest.mark.brief
+@pytest.mark.parametrize("local", [0, 1, 2])
+def test_keys_that_are_local_or_sinks_are_not_listed(device, dtype, local):
+    query, key = torch.ones(1, 1, 9, 1, 16, device=device, dtype=dtype), torch.ones(1, 1, 9, 16, device=device, dtype=dtype)
+    weights = torch.ones(1, 1, 9, 1, device=device)
+    lists = dmattn.index_top_k(query, key, weights, 9, local=local, sink_keys=1).indices[0, 0].tolist()
+    assert lists == [[*range(1, row - local + 1), *[-1] * 9][:9] for row in range(9)]
+
+
 @pytest.mark.parametrize("length", [2048, 2049, 8200, 33_000])
 @pytest.mark.parametrize("kind", ["ties", "steps", "wide", "infinite", "where samples are"])
 def test_long_rows(device, dtype, length, kind):

@@ -37,6 +37,18 @@ def test_the_largest_tile_is_taken(device, tiles):
         ops.pack_tiles(mask, 40, 4100, 1, 1, *(tile + 32 if tile == 4096 else tile for tile in tiles))
 
 
+def test_sums_of_gradients_that_are_larger_than_those_of_parts_may_be():
+    """On a CPU tasks add up gradients of keys apart, as far as 256 MB reach."""
+    length = (1 << 19) + 1
+    query, key, value = (tensor((1, 1, 1, 32), seed, torch.float64).requires_grad_() for seed in range(3))
+    out = dmattn.attention(query, key.expand(1, 1, length, 32), value.expand(1, 1, length, 32))
+    grad_out = tensor(out.shape, 3, torch.float64)
+    grad_query, grad_key, grad_value = torch.autograd.grad(out, (query, key, value), grad_out)
+    torch.testing.assert_close(out, value)
+    torch.testing.assert_close(grad_value, grad_out)
+    torch.testing.assert_close(torch.cat((grad_query, grad_key)), torch.zeros(2, 1, 1, 32, dtype=torch.float64))  # keys are alike
+
+
 def test_what_is_exactly_at_the_limit_is_taken(device):
     query = repeated(9, device=device)
     out, _ = dmattn.attention(query, query, query, is_causal=True, scale=1e30, return_lse=True)

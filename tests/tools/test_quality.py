@@ -179,7 +179,7 @@ def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options):
     layer.load_state_dict(state)
     hidden = torch.randn(2, s.length, s.width)
     results = []
-    for call in (lambda: layer(hidden, with_index_loss=True), lambda: measured(hidden, None, torch.tensor(0.0))[:2]):
+    for call in (lambda: layer(hidden, with_index_loss=True), lambda: measured(hidden, s.window, torch.tensor(0.0))[:2]):
         torch.manual_seed(0)
         results.append(call())
     torch.testing.assert_close(*results)
@@ -192,11 +192,11 @@ def test_lists_choose_within_a_bounded_cache(quality):
     s = quality.settings_of({"task": "text", "variant": "query+local4+living2", **SMALL})
     attention, hidden = Attention(s).eval(), torch.randn(1, 128, s.width)
     torch.nn.init.normal_(attention.to_score.weight)
-    before = attention(hidden, None, torch.tensor(0.0))[0]
+    before = attention(hidden, s.window, torch.tensor(0.0))[0]
     lives = IntervalMask.top_k(attention.scores(hidden).detach(), s.lifetime_window, local=s.local).to_bool(128, 128)
     dead = int((~lives[0, :, 127]).all(0).nonzero()[-1])
     hidden[0, dead, 0] += 1e-3  # its score hardly moves
-    changed = (attention(hidden, None, torch.tensor(0.0))[0] - before).abs().amax(2)[0]
+    changed = (attention(hidden, s.window, torch.tensor(0.0))[0] - before).abs().amax(2)[0]
     assert changed[dead] > 0
     assert changed[127] == 0
 
@@ -218,12 +218,43 @@ def test_neighbouring_layers_share_lists(quality, monkeypatch):
     original = dmattn.attention
     monkeypatch.setattr(dmattn, "attention", attention)
     tokens = torch.randint(8, (1, 64))
-    model(tokens, tokens, None, torch.tensor(0.0))
+    model(tokens, tokens, settings.window, torch.tensor(0.0))
     first, second, third, fourth = attended
     assert torch.equal(first.indices, second.indices)
     assert torch.equal(third.indices, fourth.indices)
     assert not torch.equal(first.indices, third.indices)
     assert len({(mask.local, mask.sink_keys, mask.is_causal, mask.block_size) for mask in attended}) == 1
+
+
+def test_a_dense_model_is_converted(quality):
+    """The indexers learn nothing before the dense part ends, and alone where it does; then queries read what they list."""
+    name = "query+local4+recency+explore+converted"
+    s = quality.settings_of({"task": "mqar", "variant": name, **SMALL, "steps": 10, "index_warm_up": 3, "lr": 0.01})
+    trained, seen = quality.Run(s, "cpu"), []
+    indexer = trained.model.blocks[0].attention.indexer
+    warm_up = trained.teach_indexers
+
+    def states():
+        parts = {"indexer": indexer, "model": trained.model}
+        return {part: copy.deepcopy(module.state_dict()) for part, module in parts.items()}
+
+    def changed(before, after):
+        return [name for name in before if not torch.equal(before[name], after[name])]
+
+    trained.teach_indexers = lambda: (seen.append(states()), warm_up(), seen.append(states()))
+    first = states()
+    assert trained.train(float("inf"))
+    before, after = seen
+    assert not changed(first["indexer"], before["indexer"])
+    assert "head.weight" in changed(first["model"], before["model"])
+    learned = changed(before["model"], after["model"])
+    assert learned
+    assert all(".indexer." in name for name in learned)
+    assert "head.weight" in changed(after["model"], states()["model"])
+    batch = trained.held["held"][0]
+    with torch.no_grad():
+        dense, sparse = (trained.forward(batch, window)[0] for window in (None, s.window))
+    assert not torch.equal(dense, sparse)
 
 
 def test_a_hybrid_has_a_dense_layer_in_three(quality):
