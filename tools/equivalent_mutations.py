@@ -31,6 +31,22 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "[static_cast<void>(measured) -> ];",
         "It only tells the compiler that the variable is not used.",
     ),
+    "cpp/cpu/mask.h:KeyScheduler.visit_range: dropped not 1": (
+        "if ([! -> ]start_min_ && !end_max_) {",
+        "Summaries of blocks only save the time of looking at their keys.",
+    ),
+    "cpp/cpu/backward_head.h:BackwardShared.BackwardShared: minimum, maximum 2": (
+        "roup_size(p), kMaxPartBytes / [max_of -> min_of](1, bytes_each));",
+        "Only the memory of a call depends on it.",
+    ),
+    "cpp/cpu/mask.h:KeyScheduler.classify: and, or 2": (
+        "int64_t{end > first_position_ [&& -> ||] start <= last_position_} << j",
+        "A key that no query of the tile sees is dropped later.",
+    ),
+    "cpp/params.h:competing_rows: comparison 2": (
+        "const int64_t most = (seen [> -> >=] 0 ? seen : 0) >> log2_width, ",
+        "0 stays 0.",
+    ),
     "cpp/cpu/index_loss.h:find_blocks: off by one 5": (
         "int64_t column = -[1 -> 2];",
         "Of a column that is none only the sign is asked for.",

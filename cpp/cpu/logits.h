@@ -18,7 +18,6 @@ struct LogitTerms {
   const char* bias;   // [rows of the tile, Sk], bias_type, bias_stride elements apart
   DType bias_type;
   int64_t bias_stride;
-  DMATTN_INLINE bool any() const { return softcap > 0 || key_bias || bias; }
 };
 
 template <class R>

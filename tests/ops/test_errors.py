@@ -586,6 +586,7 @@ DIRECT = {
     "lse dtype": (lambda: backward(lse=rows(2, 4, 10, dtype=torch.float64)), "lse"),
     "lse shape": (lambda: backward(lse=rows(2, 4, 11)), "lse"),
     "grad_lse shape": (lambda: backward(grad_lse=rows(2, 4, 11)), "grad_lse"),
+    "grad_lse empty": (lambda: backward(grad_lse=rows(0)), "grad_lse"),
     "lse_rest shape": (lambda: backward(lse_rest=rows(2, 4, 11)), "lse_rest"),
     "lse_rest dtype": (lambda: backward(lse_rest=rows(2, 4, 10, dtype=torch.float64)), "lse_rest"),
     "gradient of no key_bias": (lambda: backward(need_key_bias=True), "need_key_bias"),

@@ -156,10 +156,10 @@ def test_lists_equal_brute_force(device, dtype, data):
 
 
 @pytest.mark.brief
-@pytest.mark.parametrize("local", [0, 1, 2])
-def test_keys_that_are_local_or_sinks_are_not_listed(device, dtype, local):
-    query, key = torch.ones(1, 1, 9, 1, 16, device=device, dtype=dtype), torch.ones(1, 1, 9, 16, device=device, dtype=dtype)
-    weights = torch.ones(1, 1, 9, 1, device=device)
+@pytest.mark.parametrize(("local", "heads"), [(0, 1), (1, 128), (2, 4)])
+def test_keys_that_are_local_or_sinks_are_not_listed(device, dtype, local, heads):
+    query, key = torch.ones(1, 1, 9, heads, 16, device=device, dtype=dtype), torch.ones(1, 1, 9, 16, device=device, dtype=dtype)
+    weights = torch.ones(1, 1, 9, heads, device=device)
     lists = dmattn.index_top_k(query, key, weights, 9, local=local, sink_keys=1).indices[0, 0].tolist()
     assert lists == [[*range(1, row - local + 1), *[-1] * 9][:9] for row in range(9)]
 
@@ -223,7 +223,7 @@ def test_a_sample_that_misleads(device, dtype, log2, is_better, heads):
         assert torch.equal(scores[0, 0].double().cpu(), expected.gather(1, mask.indices[0, 0].long().cpu()))
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 8), (4, 32), (2, 40), (3, 64), (64, 128), (128, 8), (2, 136), (1, 256)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 8), (4, 32), (2, 40), (3, 64), (64, 128), (2, 136), (1, 256)])
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 def test_scores_are_those_of_the_definition(device, dtype, heads, head_dim, block_size):
     query, key = tensor((2, 2, 70, heads, head_dim), 0, dtype, device), tensor((2, 2, 333, head_dim), 1, dtype, device)
