@@ -47,6 +47,10 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "const int64_t most = (seen [> -> >=] 0 ? seen : 0) >> log2_width, ",
         "0 stays 0.",
     ),
+    "cpp/cpu/index.cpp:choose: comparison 2": (
+        "if (best.count < k && bound [> -> >=] kLowest<R>) best.collect(row,",
+        "The same numbers are collected once more.",
+    ),
     "cpp/cpu/index_loss.h:find_blocks: off by one 5": (
         "int64_t column = -[1 -> 2];",
         "Of a column that is none only the sign is asked for.",
