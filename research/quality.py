@@ -81,7 +81,7 @@ class Run:
         self.held = {split: [self.task.draw(held, split) for _ in range(settings.eval_batches)] for split in splits}
         self.teacher: Model | None = None
         self.replayed: ReplayedStep | None = None
-        self.untaught = settings.index_warm_up > 0
+        self.untaught = settings.index_warm_up > 0  # whether the indexers learn only after the dense part
         self.step = 0
         self.spent = 0.0
         self.curve: list[dict[str, Any]] = []
@@ -149,7 +149,7 @@ class Run:
         return loss.detach()
 
     def teach_indexers(self) -> None:
-        """Steps in which the indexers alone learn, while all keys are read; what has no gradient stays as it is."""
+        """Steps in which the indexers alone learn, while queries see all keys: the optimizer leaves alone what has no gradient."""
         for _ in range(self.settings.index_warm_up):
             self.loss(self.task.draw(self.generator, "train"), None, 0.0)[1].backward()
             self.optimizer.step()

@@ -68,7 +68,7 @@ class Settings:
     noise: float = 0.0  # Gumbel noise on the scores while they select in training
     noise_until: float = 1.0  # part of the run after which the noise, falling linearly, is 0
     dense_until: float = 0.0  # part of the run in which layers that select are dense
-    index_warm_up: int = 0  # steps of the indexers alone, where that part ends; they count as none
+    index_warm_up: int = 0  # steps after that part in which the indexers alone learn; not counted among the steps
     distill: bool = False  # whether, after that part, the model learns its own dense predictions instead of the targets
     anneal_until: float = 0.0  # part of the run until which the window falls, geometrically, from the length to its size
     teach: float = 0.0  # weight of a loss that teaches the scores the dense attention of `teach_rows` queries a step
@@ -297,8 +297,8 @@ class Attention(nn.Module):
     def by_query(
         self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, given: Tensor | None, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """[B, H, S, D] where each query chooses its keys, as in :class:`dmattn.nn.IndexedAttention`, or without a window sees all, the loss of
-        the indexer, and the lists: those given, or chosen here."""
+        """[B, H, S, D] where each query chooses its keys, as in :class:`dmattn.nn.IndexedAttention`; the loss of the indexer; and the lists:
+        those given, or chosen here. Without a window all queries see all keys, and there are no lists."""
         s, length, first = self.settings, x.shape[1], self.settings.plain_heads
         parts = None if given is not None else self.indexer(x)
         ranks, living = None, None
@@ -345,12 +345,14 @@ class Attention(nn.Module):
     def masks_of_heads(
         self, lists: dmattn.IndexMask | None, living: dmattn.IntervalMask | None, length: int, device: torch.device
     ) -> list[tuple[int, int, Any]]:
-        """What the key heads from one number to before another see."""
+        """Ranges of key heads, each as its first head, the head behind its last, and their mask. Without lists all heads see all keys."""
         s = self.settings
         if lists is None:
             return [(0, s.kv, dmattn.IntervalMask.causal(length, device=device))]
-        plain = [(0, s.plain_heads, dmattn.IntervalMask.streaming(length, s.sink, s.plain_local, device=device))]
-        return [*plain[: s.plain_heads], (s.plain_heads, s.kv, lists if living is None else lists & living)]
+        ranges: list[tuple[int, int, Any]] = [(s.plain_heads, s.kv, lists if living is None else lists & living)]
+        if s.plain_heads:
+            ranges.insert(0, (0, s.plain_heads, dmattn.IntervalMask.streaming(length, s.sink, s.plain_local, device=device)))
+        return ranges
 
     def gated(
         self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, window: int

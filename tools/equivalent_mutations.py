@@ -9,7 +9,7 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
     ),
     "python/dmattn/cache.py:BoundedCache._apply: true, false 1": (
         "or], Tensor], recurse: bool = [True -> False]) -> BoundedCache:",
-        "A cache has no modules of its own that torch could go down to.",
+        "A cache has no submodules.",
     ),
     "python/dmattn/cache.py:BoundedCache._take_steps: true, false 1": (
         ":2], slots, None, bias, None, [False -> True], call.scale, call.softcap))",
@@ -17,7 +17,7 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
     ),
     "cpp/cpu/backward_head.h:shared_bias_task: off by one 2": (
         "{tile, 1}, {nullptr, nullptr, [0 -> 1], true}, s);",
-        "The stride of gradients that are not wanted.",
+        "It is the stride of gradients that are not wanted.",
     ),
     "cpp/cpu/decode_split.h:merge_splits_task: off by one 5": (
         "R sum = 0, rest = [0 -> 1];",
@@ -25,7 +25,7 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
     ),
     "cpp/cpu/mask.h:KeyScheduler.visit_range: and, or 2": (
         "block >= first / kSummaryKeys [&& -> ||] block < end_block) visit_bloc",
-        "In a block outside of the range there is no key of it to look at.",
+        "Of a block outside of the range no key is looked at.",
     ),
     "cpp/cpu/index_loss.h:index_loss_scratch_bytes: removed statement 2": (
         "[static_cast<void>(measured) -> ];",
@@ -37,7 +37,7 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
     ),
     "cpp/cpu/backward_head.h:BackwardShared.BackwardShared: minimum, maximum 2": (
         "roup_size(p), kMaxPartBytes / [max_of -> min_of](1, bytes_each));",
-        "Only the memory of a call depends on it.",
+        "Only the memory of a call depends on the quotient, which goes unused where there are no bytes.",
     ),
     "cpp/cpu/mask.h:KeyScheduler.classify: and, or 2": (
         "int64_t{end > first_position_ [&& -> ||] start <= last_position_} << j",
@@ -45,7 +45,7 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
     ),
     "cpp/params.h:competing_rows: comparison 2": (
         "const int64_t most = (seen [> -> >=] 0 ? seen : 0) >> log2_width, ",
-        "0 stays 0.",
+        "For 0 both give 0.",
     ),
     "cpp/cpu/index.cpp:choose: comparison 2": (
         "if (best.count < k && bound [> -> >=] kLowest<R>) best.collect(row,",
@@ -53,7 +53,7 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
     ),
     "cpp/cpu/index_loss.h:find_blocks: off by one 5": (
         "int64_t column = -[1 -> 2];",
-        "Of a column that is none only the sign is asked for.",
+        "A negative column means none, and only its sign is tested.",
     ),
     "cpp/cpu/mask.h:KeyScheduler.visit_range: and, or 1": (
         "if (!start_min_ [&& -> ||] !end_max_) {",

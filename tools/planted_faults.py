@@ -52,7 +52,7 @@ TESTS = (
     (r"cpp/.*pack", "errors masks limits masks_as_data forward fuzz"),
     (r"cpp/(cpu/)?list", "index_calls index decode errors limits fuzz"),
     (r"cpp/(cpu/)?index", "indexer index index_calls registration errors limits fuzz"),
-    (r"cpp/params\.h", "errors forward decode cache select reduce backward index_calls indexer limits fuzz"),
+    (r"cpp/params\.h", "errors forward decode cache select masks reduce backward index_calls indexer limits fuzz"),
     (r"cpp/(\w+_arguments|checks|errors|tensors)\.h", "errors forward decode cache select masks reduce backward index_calls limits fuzz"),
     (r"cpp/cpu/levels", "levels"),
     (r"cpp/cuda/host/plan", "plan forward backward"),

@@ -35,6 +35,7 @@ def test_ragged_lengths(device, dtype, Sq, Sk, causal):
     assert_matches_reference(make(device, dtype, Sq=Sq, Sk=Sk, is_causal=causal))
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(("B", "H", "Sq", "Sk"), [(0, 2, 5, 5), (2, 0, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 2, 0, 0)])
 def test_nothing_in_some_dimension(device, dtype, B, H, Sq, Sk):
     bias = torch.zeros(B, H, Sq, Sk, device=device)

@@ -641,7 +641,7 @@ def test_loss_refuses_what_would_lose_its_gradient():
 
 
 @pytest.mark.parametrize(("end", "is_padding"), [(7, True), (8, False)])
-def test_a_query_from_which_on_its_own_key_is_hidden_is_padding(end, is_padding):
+def test_a_query_that_does_not_see_its_own_key_is_padding(end, is_padding):
     given = [tensor(size, n) for n, size in enumerate(((1, 1, 9, 2, 8), (1, 1, 9, 8), (1, 1, 9, 2), (1, 2, 9, 8), (1, 2, 9, 8)))]
     ends = torch.full((1, 1, 9), 9, dtype=torch.int32)
     ends[..., 7] = end

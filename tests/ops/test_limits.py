@@ -37,8 +37,8 @@ def test_the_largest_tile_is_taken(device, tiles):
         ops.pack_tiles(mask, 40, 4100, 1, 1, *(tile + 32 if tile == 4096 else tile for tile in tiles))
 
 
-def test_sums_of_gradients_that_are_larger_than_those_of_parts_may_be():
-    """On a CPU tasks add up gradients of keys apart, as far as 256 MB reach."""
+def test_gradients_of_more_keys_than_tasks_may_sum_apart():
+    """On a CPU each task sums gradients of keys in memory of its own, unless all of it would be more than 256 MB, as here."""
     length = (1 << 19) + 1
     query, key, value = (tensor((1, 1, 1, 32), seed, torch.float64).requires_grad_() for seed in range(3))
     out = dmattn.attention(query, key.expand(1, 1, length, 32), value.expand(1, 1, length, 32))
