@@ -57,7 +57,7 @@ TESTS = (
     (r"cpp/cpu/levels", "levels"),
     (r"cpp/cuda/host/plan", "plan forward backward"),
     (r"cpp/cuda/index", "sanitized indexer fuzz"),
-    (r"cpp/cuda/", "sanitized cuda_tiles cuda_live_keys key_sources in_order cuda_gradients cuda_limits " + OPS),
+    (r"cpp/cuda/", "sanitized cuda_tiles cuda_live_keys key_sources in_order cuda_gradients cuda_limits index_calls " + OPS),
     (r"cpp/", OPS + " index index_calls rounding threads"),
     (r"distributed/(failures|agreement)", "failures context_parallel"),
     (r"distributed/", "context_parallel failures"),
@@ -180,8 +180,9 @@ print(os.environ.get("DMATTN_CPU_LEVEL") or next(level for level, needed in need
 class Planter:
     """Plants mutations of one area."""
 
-    def __init__(self, base: Build, options: argparse.Namespace, is_cuda: bool) -> None:
-        self.base, self.options, self.is_cuda = base, options, is_cuda
+    def __init__(self, base: Build, options: argparse.Namespace, area: str) -> None:
+        self.base, self.options, self.is_cuda = base, options, base.size is not None
+        self.family = "sm80" if area == "cuda_sm80" else "auto"
         self.compiling = threading.Semaphore(options.compilers)
         self.passing: dict[str, tuple[float, frozenset[str]]] = {}  # seconds, and functions executed, by the name of the test
         self.failing: set[str] = set()  # tests that fail without a mutation
@@ -303,7 +304,7 @@ class Planter:
         if self.is_cuda:
             arguments += ["-p", "reduced"]
             environment["DMATTN_REDUCED"] = f"bfloat16:{self.base.size}"
-            environment["DMATTN_FAMILY"] = "sm80" if self.options.area == ["cuda_sm80"] else "auto"
+            environment["DMATTN_FAMILY"] = self.family
         with tempfile.NamedTemporaryFile("r", errors="replace") as output:
             process = FORKS.Process(
                 target=run_tests, args=(self.base.source, arguments, environment, path, output.name, not self.is_cuda)
@@ -439,7 +440,7 @@ def main() -> int:
             size = options.size if area.startswith("cuda") else None
             if size not in bases:
                 bases[size] = Build(work / f"{size or 'cpu'}", size, options.arch, options.compilers, options.build)
-            planter = Planter(bases[size], options, size is not None)
+            planter = Planter(bases[size], options, area)
             if options.survey:
                 planter.survey(drawn[: options.count])
             survivors += plant_all(planter, drawn, options.count, options.record)

@@ -20,7 +20,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {  # which settings belong
     "quality-passkey": lambda s: s["task"] == "passkey",
 }
 NAMES = {  # of the three models that are compared everywhere, by the name of their runs
-    "taught+local4+recency+mixed+rows4+peak+explore+last+nearby": "recommended",
+    "taught+local4+recency+mixed+rows4+peak+explore+last+nearby": "per-key",
     "dense+recency+barely": "dense+",
     "sliding+recency+mixed+barely": "sliding+",
 }

@@ -203,7 +203,7 @@ def test_training_runs_of_a_wrong_form_are_refused_in_one_sentence(name, tmp_pat
 
 
 def test_committed_results_are_read_or_refused_with_a_sentence():
-    other = {"bitwise_training", "builds", "doge", "fuzz", "fuzz_cpu", "suite", "vllm"}
+    other = {"bitwise_training", "builds", "doge", "fuzz", "fuzz_cpu", "suite", "training_paths", "vllm"}
     for path in sorted((BENCHMARKS / "results").glob("*/*.json")):
         if path.stem in other:
             with pytest.raises(records.BadResultError, match=r"expected a result") as refused:

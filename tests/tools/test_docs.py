@@ -182,7 +182,7 @@ def test_plots_have_one_style(monkeypatch, tmp_path):
         assert 0 < max(len(entry.split()) for entry in words) <= 5, name
         for line in lines:
             label = line.get_label()
-            if label.startswith(("dmattn", "recommended")):
+            if label.startswith("dmattn"):
                 assert line.get_color() in (style.OURS, style.OURS_TOO), (name, label)
             elif label in style.MODELS:
                 assert line.get_color() == style.MODELS[label]

@@ -395,17 +395,18 @@ def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
     run = functools.partial(finished, quality, steps=2000)
     ours, dense, sliding = quality_report.NAMES
     runs = [run(ours, 1, 9.0), run(ours, 1, 1.0), run(ours, 2, 2.0), run(dense, 1, 1.25), run("dense", 1, 5.0), run(sliding, 1, 7.0, visible=64),
-            run(sliding, 1, 8.0) | {"complete": False}, run(sliding, 1, 1.75, seconds=50) | {"tokens_per_second": 1234.5}]  # fmt: skip
+            run(sliding, 1, 8.0) | {"complete": False},
+            run(sliding, 1, 1.75, length=32768, kv_heads=2, seconds=250) | {"tokens_per_second": 1234.5}]  # fmt: skip
     of_lists = run("query+local4+recency+mixed+barely+rows4+peak+explore+last", 1, 0.75)
     for path, found in (("nvidia-h200/quality.jsonl", runs), ("another/quality.jsonl", [of_lists])):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_text("".join(json.dumps(quality_report.kept(one)) + "\n" for one in found))
     lines = report.table_of("models", tmp_path).splitlines()
-    assert lines[0] == "| 8,192 tokens, 512 visible | per-query | recommended | dense+ | hybrid | sliding+ |"
+    assert lines[0] == "|  | per-query | per-key | dense+ | hybrid | sliding+ |"
     assert lines[2:5] == [
-        "| bits per byte, 2,000 steps | 0.750 | 1.500 ± 0.500 | 1.250 | not measured | not measured |",
-        "| bits per byte, 50 seconds | not measured | not measured | not measured | not measured | 1.750 |",
-        "| tokens per second in training | not measured | not measured | not measured | not measured | 1,234 |",
+        "| 8,192 tokens: bits per byte, 2,000 steps | 0.750 | 1.500 ± 0.500 | 1.250 | not measured | not measured |",
+        "| 32,768 tokens: bits per byte, 250 seconds | not measured | not measured | not measured | not measured | 1.750 |",
+        "| 32,768 tokens: tokens per second in training | not measured | not measured | not measured | not measured | 1,234 |",
     ]
     kept_whole = 6 * 2 * 8 * 8192 * 64 * 2  # layers, key and value, heads, tokens, size, bytes
     assert lines[5].startswith("| decode memory after 8,192 tokens | ")

@@ -90,42 +90,46 @@ struct ReadCandidates {
   }
 };
 
-// Scores that are computed again, one product after the other.
+// The score of a key, computed again, one product after the other. In a function of its own, because it is rarely wanted.
 template <class T>
+__device__ __noinline__ float score_again(const IndexCall& call, const IndexQueries& at, int query, int position, int key) {
+  const IndexTopKParams& p = call.p;
+  const auto row = [&at](const TensorView& tensor, int64_t number) {
+    const int64_t from = at.batch * tensor.batch_stride + at.group * tensor.head_stride + number * tensor.row_stride;
+    return static_cast<const T*>(tensor.data) + from;
+  };
+  const float* const weights = weights_of(p, at) + query * p.weights.row_stride;
+  const T *const of_query = row(p.query, query), *const of_key = row(p.key, key);
+  float sum = 0.0f;
+  for (int64_t head = 0; head < p.heads; ++head) {
+    float product = 0.0f;
+    const uint4* const left = reinterpret_cast<const uint4*>(of_query + head * p.query_head_stride);
+    for (int part = 0; part < static_cast<int>(p.head_dim) / 8; ++part) {
+      const uint4 a = left[part], b = reinterpret_cast<const uint4*>(of_key)[part];
+      const uint32_t pairs[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = Element<T>::widen_pair(pairs[i][0]), y = Element<T>::widen_pair(pairs[i][1]);
+        product = fmaf(x.y, y.y, fmaf(x.x, y.x, product));
+      }
+    }
+    product *= static_cast<float>(p.scale);
+    sum = fmaf(weights[head], product < 0.0f ? 0.0f : product, sum);
+  }
+  const int log2_width = p.is_pooled ? p.log2_block : 0;
+  const float distance = static_cast<float>((key << log2_width) - position) + static_cast<float>((1 << log2_width) - 1) * 0.5f;
+  return fmaf(p.slope ? static_cast<const float*>(p.slope)[at.group] : 0.0f, distance, sum);
+}
+
 struct ReadAgain {
   const IndexCall& call;
   const IndexQueries& at;
   int query, position;
   CompetingRows in;
 
-  __device__ __forceinline__ const T* row(const TensorView& tensor, int64_t number) const {
-    const int64_t from = at.batch * tensor.batch_stride + at.group * tensor.head_stride + number * tensor.row_stride;
-    return static_cast<const T*>(tensor.data) + from;
-  }
-  __device__ float score(int key) const {
-    const IndexTopKParams& p = call.p;
-    const float* const weights =
-        static_cast<const float*>(p.weights.data) + at.batch * p.weights.batch_stride + at.group * p.weights.head_stride;
-    const T *const of_query = row(p.query, query), *const of_key = row(p.key, key);
-    float sum = 0.0f;
-    for (int64_t head = 0; head < p.heads; ++head) {
-      float product = 0.0f;
-      const uint4* const left = reinterpret_cast<const uint4*>(of_query + head * p.query_head_stride);
-      for (int part = 0; part < static_cast<int>(p.head_dim) / 8; ++part) {
-        const uint4 a = left[part], b = reinterpret_cast<const uint4*>(of_key)[part];
-        const uint32_t pairs[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 x = Element<T>::widen_pair(pairs[i][0]), y = Element<T>::widen_pair(pairs[i][1]);
-          product = fmaf(x.y, y.y, fmaf(x.x, y.x, product));
-        }
-      }
-      product *= static_cast<float>(p.scale);
-      sum = fmaf(weights[query * p.weights.row_stride + head], product < 0.0f ? 0.0f : product, sum);
-    }
-    const int log2_width = p.is_pooled ? p.log2_block : 0;
-    const float distance = static_cast<float>((key << log2_width) - position) + static_cast<float>((1 << log2_width) - 1) * 0.5f;
-    return fmaf(p.slope ? static_cast<const float*>(p.slope)[at.group] : 0.0f, distance, sum);
+  __device__ __forceinline__ float score(int key) const {
+    if (call.p.dtype == DType::kBFloat16) return score_again<__nv_bfloat16>(call, at, query, position, key);
+    return score_again<__half>(call, at, query, position, key);
   }
   __device__ Number operator()(int block) const {
     const IndexTopKParams& p = call.p;
@@ -228,9 +232,10 @@ __device__ __forceinline__ int narrow(Shared<kWarps>& s, const Numbers& row, Ran
   }
 }
 
-// The least rank that is chosen, which is that of the `wanted`-th best; kAll where there are no more numbers than that.
+// The least rank that is chosen, which is that of the `wanted`-th best, or may choose `spare` more; kAll where there are no more
+// numbers than wanted.
 template <int kWarps, class Numbers>
-__device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& row, int wanted) {
+__device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& row, int wanted, int spare) {
   constexpr int kThreads = Shared<kWarps>::kThreads, kMostRanked = Shared<kWarps>::kMostRanked;
   const int thread = static_cast<int>(threadIdx.x);
   Range range{~0u, 0, wanted};
@@ -249,6 +254,7 @@ __device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& r
   range.least += 1;
   if (count <= wanted) return kAll;
   int found = narrow(s, row, range, [](Number x) { return x.score; });
+  if (found - range.wanted <= spare) return static_cast<uint64_t>(range.least) << 32;
   if (found <= kMostRanked) {
     row.each([&](Number x) {
       if (range.has(x.score)) s.ranked[atomicAdd(&s.ranked_count, 1)] = rank_of(x);
@@ -322,18 +328,25 @@ __device__ __forceinline__ void write_list(Shared<kWarps>& s, const Numbers& row
   }
 }
 
+// Rows of a tile that have a block of threads: not all, where there are few queries.
+static inline __host__ __device__ int rows_of_tile(const IndexCall& call) {
+  return call.p.query_length < kIndexTileQueries ? static_cast<int>(call.p.query_length) : kIndexTileQueries;
+}
+
 // What a block of threads has to do: a row of the part.
 struct RowOfPart {
-  int64_t number;
+  int tile;
   IndexQueries at;
   int query;
+  int64_t number;
   bool is_real;
   CompetingRows in;
   int blocks;  // of the row that may compete
 
   __device__ __forceinline__ explicit RowOfPart(const IndexCall& call)
-      : number(blockIdx.x), at(call, static_cast<int>(number / kIndexTileQueries)) {
-    query = at.first + static_cast<int>(number % kIndexTileQueries), is_real = query < call.p.query_length;
+      : tile(static_cast<int>(blockIdx.x) / rows_of_tile(call)), at(call, tile) {
+    const int row = static_cast<int>(blockIdx.x) % rows_of_tile(call);
+    query = at.first + row, number = static_cast<int64_t>(tile) * kIndexTileQueries + row, is_real = query < call.p.query_length;
     in = competing_rows(call.p, at.offset + query, at.length);
     const int log2_block = call.log2_score_block + call.log2_fold;
     blocks = (max(in.end, in.later_end) + (1 << log2_block) - 1) >> log2_block;
@@ -354,7 +367,8 @@ __global__ __launch_bounds__(kWarps * 32,
   if (!own.is_real) return;
   const int log2 = call.sample.log2;
   const Row<kWarps, ReadScores> row(own.scores(call), (own.blocks + (1 << log2) - 1) >> log2, room);
-  const uint64_t cut = find_cut(s, row, call.sample.rank);
+  constexpr int kSpare = 4;  // of the sample, far fewer than the candidates have room for
+  const uint64_t cut = find_cut(s, row, call.sample.rank, kSpare);
   if (threadIdx.x > 0) return;
   call.counts[own.number] = 0;
   const int place = static_cast<int>(static_cast<uint32_t>(cut));
@@ -367,15 +381,15 @@ __device__ __forceinline__ void choose(Shared<kWarps>& s, const IndexCall& call,
                                        int room) {
   const IndexTopKParams& p = call.p;
   const Row<kWarps, Read> row(read, count, room);
-  const uint64_t cut = find_cut(s, row, static_cast<int>(p.top));
+  const uint64_t cut = find_cut(s, row, static_cast<int>(p.top), 0);
   const int64_t list = ((own.at.batch * p.groups + own.at.group) * p.query_length + own.query) * p.top;
   write_list(s, row, cut, own.blocks, static_cast<int>(p.top), p.indices + list,
              p.scores ? static_cast<float*>(p.scores) + list : nullptr);
 }
 
-template <int kWarps, class T>
+template <int kWarps>
 __device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& call, const RowOfPart& own, int room) {
-  const ReadAgain<T> read{call, own.at, own.query, static_cast<int>(own.at.offset) + own.query, own.in};
+  const ReadAgain read{call, own.at, own.query, static_cast<int>(own.at.offset) + own.query, own.in};
   choose<kWarps>(s, call, own, read, own.blocks, room);
 }
 
@@ -392,10 +406,8 @@ __global__ __launch_bounds__(kWarps * 32,
     const bool is_short = count < call.p.top && call.bounds[own.number].score > kLeast;
     if (!is_short && count <= capacity) {
       choose<kWarps>(s, call, own, ReadCandidates{call.candidates + own.number * capacity}, count, room);
-    } else if (call.p.dtype == DType::kBFloat16) {
-      choose_again<kWarps, __nv_bfloat16>(s, call, own, room);
     } else {
-      choose_again<kWarps, __half>(s, call, own, room);
+      choose_again(s, call, own, room);
     }
   } else {
     choose<kWarps>(s, call, own, own.scores(call), own.blocks, room);
@@ -410,8 +422,15 @@ cudaError_t launch_rows(void (*kernel)(IndexCall, int), KernelAttribute& known, 
   const int room = static_cast<int>(std::min<int64_t>(count, kMostBytes / 8));
   const cudaError_t status = allow_shared_bytes(known, kernel, static_cast<int>(kMostBytes));
   if (status != cudaSuccess) return status;
-  kernel<<<grid_of(call.tiles * kIndexTileQueries), kWarps * 32, room * 8, stream>>>(call, room);
+  kernel<<<grid_of(call.tiles * rows_of_tile(call)), kWarps * 32, room * 8, stream>>>(call, room);
   return cudaGetLastError();
+}
+
+// How many warps a row of `count` numbers has: more where there are fewer rows than multiprocessors.
+static int warps_of_row(const IndexCall& call, int64_t count) {
+  constexpr int64_t kFewRows = 128;
+  if (call.tiles * rows_of_tile(call) <= kFewRows) count *= 4;
+  return count <= 1024 ? 1 : count <= 4096 ? 4 : 16;
 }
 
 template <int kWarps>
@@ -428,8 +447,9 @@ cudaError_t launch_choice_of(const IndexCall& call, int64_t count, cudaStream_t 
 
 template <bool kSampled>
 cudaError_t launch_choice(const IndexCall& call, int64_t count, cudaStream_t stream) {
-  if (count <= 1024) return launch_choice_of<1, kSampled>(call, count, stream);
-  if (count <= 4096) return launch_choice_of<4, kSampled>(call, count, stream);
+  const int warps = warps_of_row(call, count);
+  if (warps == 1) return launch_choice_of<1, kSampled>(call, count, stream);
+  if (warps == 4) return launch_choice_of<4, kSampled>(call, count, stream);
   return launch_choice_of<16, kSampled>(call, count, stream);
 }
 
@@ -437,8 +457,9 @@ cudaError_t launch_choice(const IndexCall& call, int64_t count, cudaStream_t str
 
 cudaError_t launch_index_bounds(const IndexCall& call, cudaStream_t stream) {
   const int64_t count = (scores_of_row(call.p, call.log2_score_block) >> call.sample.log2) + 1;
-  if (count <= 1025) return launch_bounds_of<1>(call, count, stream);
-  if (count <= 4097) return launch_bounds_of<4>(call, count, stream);
+  const int warps = warps_of_row(call, count - 1);
+  if (warps == 1) return launch_bounds_of<1>(call, count, stream);
+  if (warps == 4) return launch_bounds_of<4>(call, count, stream);
   return launch_bounds_of<16>(call, count, stream);
 }
 

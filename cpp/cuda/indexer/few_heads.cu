@@ -17,14 +17,16 @@ static_assert(kChunk == 1 << log2_keys_of_warp(kHeads, 64));
 // writes them down together when some lane might run out of room.
 struct StagedCandidates {
   static constexpr int kRoom = 20;                 // of a lane, for one row
-  static constexpr int kNextBytes = (32 + 4) * 4;  // between two of a lane's: not 32 words, for reads without bank conflicts
-  static constexpr int kPlaneBytes = kRoom * kNextBytes, kBytes = 4 * kPlaneBytes;  // scores and columns of two rows
-  static constexpr int kFullBytes = (kRoom - 2 * kColumns) * kNextBytes;            // no room for all of a chunk behind this
-  uint32_t first, next[2];  // shared addresses of scores, of rows lane / 4 and lane / 4 + 8
+  static constexpr int kNextBytes = (32 + 2) * 8;  // between two of a lane's: not 32 pairs, for reads without bank conflicts
+  static constexpr int kRowBytes = kRoom * kNextBytes, kBytes = 2 * kRowBytes;  // scores and columns
+  static constexpr int kFullBytes = (kRoom - 2 * kColumns) * kNextBytes;        // no room for all of a chunk behind this
+  uint32_t first, next[2];  // shared addresses, of rows lane / 4 and lane / 4 + 8
   int first_row;            // of the warp, in this part
 
   __device__ __forceinline__ StagedCandidates(uint32_t memory, int row)
-      : first(memory + threadIdx.x % 32 * 4), next{first, first + 2 * kPlaneBytes}, first_row(row) {}
+      : first(memory + threadIdx.x % 32 * 8), next{first, first + kRowBytes}, first_row(row) {
+    asm volatile("" : "+r"(first));  // not to be computed again
+  }
 
   // Takes the scores from `least` on, of columns from `column` on.
   __device__ __forceinline__ void add(const float (&x)[2][kColumns][2], const float (&least)[2], int column) {
@@ -33,17 +35,16 @@ struct StagedCandidates {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         asm volatile(
-            "{\n.reg .pred kept;\nsetp.ge.f32 kept, %1, %2;\n@kept st.shared.f32 [%0], %1;\n@kept st.shared.b32 [%0 + %4], %3;\n"
-            "@kept add.u32 %0, %0, %5;\n}"
+            "{\n.reg .pred kept;\nsetp.ge.f32 kept, %1, %2;\n@kept st.shared.v2.b32 [%0], {%1, %3};\n@kept add.u32 %0, %0, %4;\n}"
             : "+r"(next[r])
-            : "f"(x[r][i / 2][i % 2]), "f"(least[r]), "r"(column + 8 * (i / 2) + i % 2), "n"(kPlaneBytes), "n"(kNextBytes)
+            : "f"(x[r][i / 2][i % 2]), "f"(least[r]), "r"(column + 8 * (i / 2) + i % 2), "n"(kNextBytes)
             : "memory");
       }
     }
   }
   __device__ __forceinline__ bool may_overflow() const {
     const uint32_t full = first + kFullBytes;
-    return __any_sync(0xffffffffu, next[0] > full || next[1] > full + 2 * kPlaneBytes);
+    return __any_sync(0xffffffffu, next[0] > full || next[1] > full + kRowBytes);
   }
   __device__ __forceinline__ void flush(const IndexCall& call) {
     const int lane = threadIdx.x % 32, capacity = static_cast<int>(call.sample.capacity);
@@ -52,8 +53,8 @@ struct StagedCandidates {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = lane / 4 + 8 * r;
-      entries[r] = static_cast<int>(next[r] - first - 2 * r * kPlaneBytes) / kNextBytes;
-      next[r] = first + 2 * r * kPlaneBytes;
+      entries[r] = static_cast<int>(next[r] - first - r * kRowBytes) / kNextBytes;
+      next[r] = first + r * kRowBytes;
       int total, start = 0;
       const int sum = sum_in_row(entries[r], total);
       if (lane % 4 == 3 && total > 0) start = atomicAdd(call.counts + first_row + row, total);
@@ -63,7 +64,7 @@ struct StagedCandidates {
     __syncwarp();
     const IndexEntry* const to = call.candidates + static_cast<int64_t>(first_row) * capacity;
     const int most = __reduce_max_sync(0xffffffffu, max(entries[0], entries[1]));
-    uint32_t read = first - lane * 4 + lane % 8 * kNextBytes + lane / 8 * 4;
+    uint32_t read = first - lane * 8 + lane % 8 * kNextBytes + lane / 8 * 8;
 #pragma unroll 1
     for (int own = lane % 8; own - lane % 8 < most; own += 8, read += 8 * kNextBytes) {
 #pragma unroll
@@ -75,9 +76,9 @@ struct StagedCandidates {
           const int end = __shfl_sync(0xffffffffu, entries[r], source), at = __shfl_sync(0xffffffffu, from[r], source) + own;
           asm volatile(  // predicates, so that the warp stays together
               "{\n.reg .pred is_one;\n.reg .b32 score, column;\n.reg .b64 to;\nsetp.lt.s32 is_one, %0, %1;\n"
-              "@is_one ld.shared.b32 score, [%2];\n@is_one ld.shared.b32 column, [%2 + %5];\nshr.s32 column, column, %6;\n"
+              "@is_one ld.shared.v2.b32 {score, column}, [%2];\nshr.s32 column, column, %5;\n"
               "mad.wide.s32 to, %4, 8, %3;\n@is_one st.global.v2.b32 [to], {score, column};\n}" ::"r"(own),
-              "r"(end), "r"(read + 2 * r * kPlaneBytes + row * 16), "l"(to), "r"(at), "n"(kPlaneBytes), "r"(call.log2_score_block)
+              "r"(end), "r"(read + r * kRowBytes + row * 32), "l"(to), "r"(at), "r"(call.log2_score_block)
               : "memory");
         }
       }
@@ -144,7 +145,7 @@ struct KeyChunk {
   Pieces<kSteps> of[kColumns] = {};
   const char *from, *at;      // the lane's pieces of the group's first key, and of the next to load
   int64_t row_bytes, step;    // step: from one key of the lane to its next
-  int last[kSteps / 2], key;  // last: -1 where the lane has no dimensions; key: the next to load
+  int last[kSteps / 2], key;  // last: -1 where the lane has no dimensions; key: the first of the chunk to load
 
   __device__ __forceinline__ KeyChunk(const IndexTopKParams& p, const IndexQueries& queries)
       : from(sm80::rows_of_head(p.key, queries.batch, queries.group) + Pieces<kSteps>::first_dim() * 2),
@@ -159,25 +160,26 @@ struct KeyChunk {
   __device__ __forceinline__ void go_to(int column) {
     key = column + static_cast<int>(threadIdx.x) % 32 / 4, at = from + key * row_bytes;
   }
+  // The chunk to load begins so many columns behind the one that was loaded; bytes: from the one's end to the other.
+  __device__ __forceinline__ void skip(int columns, int64_t bytes) { key += columns, at += bytes; }
   // The keys of its next eight columns, n columns of mma behind the first. Those of a sample do not stand side by side.
   __device__ __forceinline__ void load_next(const IndexCall& call, int n) {
     bool wanted[kSteps / 2];
     const int own = kFindsCandidates ? key + 8 * n : key_of_column<kFindsCandidates>(call, key + 8 * n);
 #pragma unroll
-    for (int i = 0; i < kSteps / 2; ++i) wanted[i] = own <= last[i] && own >= 0;
+    for (int i = 0; i < kSteps / 2; ++i) wanted[i] = own <= last[i] && (kFindsCandidates || own >= 0);
     of[n].load(kFindsCandidates ? at : from + own * row_bytes, wanted);
     at += step;
   }
 };
 
-// The weighted sums of 16 queries and a chunk of keys: x[r] of row lane / 4 + 8 r, as finish_row takes them. The next chunk's
-// keys, from column `next` on, come in as these have been used. Heads that there are not count for nothing, also where a key is
+// The weighted sums of 16 queries and a chunk of keys: x[r] of row lane / 4 + 8 r, as finish_rows takes them. The next chunk's
+// keys come in as these have been used. Heads that there are not count for nothing, also where a key is
 // infinite: kAllHeads says that there are kHeads, so that all products can be on their way at once.
 template <class T, bool kAllHeads, int kSteps, bool kFindsCandidates>
 __device__ __forceinline__ void sum_heads(const IndexCall& call, const uint32_t (&a)[kHeads][kSteps][4],
-                                          const float (&weight)[kHeads][2], KeyChunk<kSteps, kFindsCandidates>& keys, int next,
+                                          const float (&weight)[kHeads][2], KeyChunk<kSteps, kFindsCandidates>& keys,
                                           float (&x)[2][kColumns][2]) {
-  keys.go_to(next);
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -198,67 +200,6 @@ __device__ __forceinline__ void sum_heads(const IndexCall& call, const uint32_t 
   }
 }
 
-// The keys that compete for all queries of a warp: two ranges, or none.
-template <bool kFindsCandidates>
-struct CommonKeys {
-  int first, end, later, later_end;
-
-  __device__ __forceinline__ CommonKeys(const IndexCall& call, const ScoreGroup& group,
-                                        const ScoreRow<kFindsCandidates> (&rows)[2])
-      : first(0), end(static_cast<int>(call.p.keys)), later(0), later_end(end) {
-    if (group.start || group.end) end = later_end = 0;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (!rows[r].is_real) continue;
-      first = max(first, rows[r].in.first), end = min(end, rows[r].in.end);
-      later = max(later, rows[r].in.later), later_end = min(later_end, rows[r].in.later_end);
-    }
-    first = __reduce_max_sync(0xffffffffu, first), end = __reduce_min_sync(0xffffffffu, end);
-    later = __reduce_max_sync(0xffffffffu, later), later_end = __reduce_min_sync(0xffffffffu, later_end);
-  }
-  // Are all keys of a chunk among them?
-  __device__ __forceinline__ bool hold(const IndexCall& call, int column) const {
-    const int least = least_key_from<kFindsCandidates>(call, column),
-              most = least_key_from<kFindsCandidates>(call, column + kChunk);
-    return (least >= first && most <= end) || (least >= later && most <= later_end);
-  }
-};
-
-// From which score on a lane's two rows have candidates.
-struct Bounds {
-  float score[2], above[2];
-  int place[2];
-
-  template <bool kFindsCandidates>
-  __device__ __forceinline__ explicit Bounds(const ScoreRow<kFindsCandidates> (&rows)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      score[r] = rows[r].bound.score, above[r] = next_up(score[r]), place[r] = rows[r].bound.place;
-      asm volatile("" : "+f"(above[r]));  // not to be computed again
-    }
-  }
-  // Sets `least` for a chunk; returns whether a score equal to it may be one of an earlier block, which is no candidate.
-  __device__ __forceinline__ bool least_of(const IndexCall& call, int column, float (&least)[2]) const {
-    const int first_place = column >> call.log2_score_block, last_place = (column + kChunk - 1) >> call.log2_score_block;
-    bool has_earlier = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool is_before = last_place < place[r];
-      least[r] = is_before ? above[r] : score[r];
-      has_earlier = has_earlier || (!is_before && first_place < place[r]);
-    }
-    return __any_sync(0xffffffffu, has_earlier);
-  }
-  // Takes those of earlier blocks out of the scores of row r.
-  __device__ __forceinline__ void drop_earlier(const IndexCall& call, int r, float (&x)[kColumns][2], int own) const {
-#pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i) {
-      const int at = (own + 8 * (i / 2) + i % 2) >> call.log2_score_block;
-      if (x[i / 2][i % 2] == score[r] && at < place[r]) x[i / 2][i % 2] = negative_infinity();
-    }
-  }
-};
-
 // As index_scores_kernel. Blocks of threads share the chunks of keys (x) of a tile of queries (y).
 template <class T, int kSteps, bool kFindsCandidates>
 __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
@@ -270,7 +211,8 @@ __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
   const int rows = min(kIndexTileQueries, static_cast<int>(p.query_length) - at.first);
   const bool shares_keys = rows <= 16;
   const int warp = static_cast<int>(threadIdx.x / 32), lane = threadIdx.x % 32, warp_row = shares_keys ? 0 : warp * 16;
-  const int sharers = shares_keys ? kWarps : 1, step = static_cast<int>(gridDim.x) * sharers * kChunk;
+  const int sharers = shares_keys ? kWarps : 1;
+  int step = static_cast<int>(gridDim.x) * sharers * kChunk;
   int first = static_cast<int>(blockIdx.x) * sharers * kChunk + (shares_keys ? warp * kChunk : 0);
   const CompetingRows of_last = competing_rows(p, at.offset + at.first + min(rows, warp_row + 16) - 1, at.length);
   const int end = max(of_last.end, of_last.later_end);
@@ -287,25 +229,29 @@ __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
   const ScoreRow<kFindsCandidates> of_lane[2] = {{call, at, tile, warp_row + lane / 4, rows},
                                                  {call, at, tile, warp_row + lane / 4 + 8, rows}};
   const CommonKeys<kFindsCandidates> common_keys(call, group, of_lane);
-  const Bounds bounds(of_lane);
+  const Bounds bounds(call, of_lane);
   StagedCandidates candidates(shared_address(shared) + warp * StagedCandidates::kBytes, tile * kIndexTileQueries + warp_row);
 
+  int64_t skipped = (step - kChunk) * keys.row_bytes;
+  int has_all_heads = p.heads == kHeads;
+  asm volatile("" : "+r"(step), "+l"(skipped), "+r"(has_all_heads));  // not to be computed again
   for (; least_key_from<kFindsCandidates>(call, first) < end; first += step) {
     float x[2][kColumns][2];  // of rows lane / 4 and lane / 4 + 8
-    if (p.heads == kHeads) {
-      sum_heads<T, true>(call, a, weight, keys, first + step, x);
+    if (kFindsCandidates) {
+      keys.skip(step, skipped);
     } else {
-      sum_heads<T, false>(call, a, weight, keys, first + step, x);
+      keys.go_to(first + step);
+    }
+    if (has_all_heads) {
+      sum_heads<T, true>(call, a, weight, keys, x);
+    } else {
+      sum_heads<T, false>(call, a, weight, keys, x);
     }
     const int own = first + lane % 4 * 2;
-    const bool all_compete = common_keys.hold(call, first);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      finish_row(call, group, of_lane[r], x[r], first, all_compete);
-    }
+    finish_rows(call, group, of_lane, x, first, common_keys.hold(call, first, kChunk));
     if constexpr (kFindsCandidates) {
       float least[2];
-      if (bounds.least_of(call, first, least)) bounds.drop_earlier(call, 0, x[0], own), bounds.drop_earlier(call, 1, x[1], own);
+      if (bounds.least_of(first, kChunk, least)) bounds.drop_equal(x, own);
       if (candidates.may_overflow()) candidates.flush(call);
       candidates.add(x, least, own);
     } else {

@@ -22,4 +22,9 @@ struct IndexQueries {
   }
 };
 
+// The weights of the first query of a sequence.
+__device__ __forceinline__ const float* weights_of(const IndexTopKParams& p, const IndexQueries& at) {
+  return static_cast<const float*>(p.weights.data) + at.batch * p.weights.batch_stride + at.group * p.weights.head_stride;
+}
+
 }  // namespace dmattn::cuda

@@ -50,8 +50,4 @@ __device__ __forceinline__ float positive(float x) {
   return y;
 }
 
-__device__ __forceinline__ const float* weights_of(const IndexTopKParams& p, const IndexQueries& at) {
-  return static_cast<const float*>(p.weights.data) + at.batch * p.weights.batch_stride + at.group * p.weights.head_stride;
-}
-
 }  // namespace dmattn::cuda

@@ -109,27 +109,40 @@ __device__ __forceinline__ void store_scores(const IndexCall& call, const float 
   }
 }
 
-// Which of the lane's scores of a row are equal to the bound or better: a bit for each.
-template <int kColumns>
-__device__ __forceinline__ uint32_t columns_from_bound(const IndexCall& call, const IndexEntry& bound,
-                                                       const float (&x)[kColumns][2], int first) {
-  const int log2_block = call.log2_score_block, own = first + static_cast<int>(threadIdx.x) % 4 * 2;
-  const int first_place = first >> log2_block, last_place = (first + 8 * kColumns - 1) >> log2_block;
-  const float least = last_place < bound.place ? next_up(bound.score) : bound.score;
-  uint32_t kept = 0;
+// From which score on a lane's two rows have candidates: from `score` on in columns from `edge` on, above it in earlier ones.
+struct Bounds {
+  float score[2], above[2];
+  int edge[2];
+
+  template <bool kFindsCandidates>
+  __device__ __forceinline__ explicit Bounds(const IndexCall& call, const ScoreRow<kFindsCandidates> (&rows)[2]) {
 #pragma unroll
-  for (int i = 0; i < 2 * kColumns; ++i) {
-    if (x[i / 2][i % 2] >= least) kept |= 1u << i;
-  }
-  if (first_place < bound.place && bound.place <= last_place) {
-#pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i) {
-      const int place = (own + 8 * (i / 2) + i % 2) >> log2_block;
-      if (x[i / 2][i % 2] == bound.score && place < bound.place) kept &= ~(1u << i);
+    for (int r = 0; r < 2; ++r) {
+      score[r] = rows[r].bound.score, above[r] = next_up(score[r]), edge[r] = rows[r].bound.place << call.log2_score_block;
+      asm volatile("" : "+f"(above[r]), "+r"(edge[r]));  // not to be computed again
     }
   }
-  return kept;
-}
+  // Sets `least` for so many columns; returns whether a row's edge is among them.
+  __device__ __forceinline__ bool least_of(int column, int count, float (&least)[2]) const {
+    bool has_edge = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int before = edge[r] - column;
+      least[r] = before >= count ? above[r] : score[r];
+      has_edge = has_edge | (static_cast<uint32_t>(before - 1) < static_cast<uint32_t>(count - 1));
+    }
+    return __any_sync(0xffffffffu, has_edge);
+  }
+  // Takes scores equal to the bound in front of the edge out.
+  template <int kColumns>
+  __device__ __forceinline__ void drop_equal(float (&x)[2][kColumns][2], int own) const {
+#pragma unroll
+    for (int i = 0; i < 4 * kColumns; ++i) {
+      const int r = i % 2, n = i / 4, e = i / 2 % 2;
+      if (x[r][n][e] == score[r] && own + 8 * n + e < edge[r]) x[r][n][e] = negative_infinity();
+    }
+  }
+};
 
 // The sum of `count` over the lanes of a row up to this one, and over all four.
 __device__ __forceinline__ int sum_in_row(int count, int& total) {
@@ -144,69 +157,114 @@ __device__ __forceinline__ int sum_in_row(int count, int& total) {
   return sum;
 }
 
-// Writes down the candidates among the scores of a row.
+// Writes down the candidates among the scores of two rows.
 template <int kColumns>
-__device__ __forceinline__ void add_candidates(const IndexCall& call, const ScoreRow<true>& row, const float (&x)[kColumns][2],
+__device__ __forceinline__ void add_candidates(const IndexCall& call, const ScoreRow<true> (&rows)[2], float (&x)[2][kColumns][2],
                                                int first) {
   const int lane = threadIdx.x % 32, own = first + lane % 4 * 2;
-  const uint32_t kept = columns_from_bound(call, row.bound, x, first);
-  int total, from = 0;
-  const int sum = sum_in_row(__popc(kept), total);
-  if (lane % 4 == 3 && total > 0) from = atomicAdd(call.counts + row.number, total);
-  int at = __shfl_sync(0xffffffffu, from, 3, 4) + sum - __popc(kept);
+  const Bounds bounds(call, rows);
+  float least[2];
+  if (bounds.least_of(first, 8 * kColumns, least)) bounds.drop_equal(x, own);
   const int capacity = static_cast<int>(call.sample.capacity);
-  IndexEntry* const to = call.candidates + row.number * capacity;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int kept = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * kColumns; ++i) kept += x[r][i / 2][i % 2] >= least[r];
+    int total, from = 0;
+    const int sum = sum_in_row(kept, total);
+    if (lane % 4 == 3 && total > 0) from = atomicAdd(call.counts + rows[r].number, total);
+    int at = __shfl_sync(0xffffffffu, from, 3, 4) + sum - kept;
+    IndexEntry* const to = call.candidates + rows[r].number * capacity;
+#pragma unroll
+    for (int i = 0; i < 2 * kColumns; ++i) {
+      if (!(x[r][i / 2][i % 2] >= least[r])) continue;
+      const int place = (own + 8 * (i / 2) + i % 2) >> call.log2_score_block;
+      if (at < capacity) *reinterpret_cast<float2*>(to + at) = {x[r][i / 2][i % 2], __int_as_float(place)};
+      ++at;
+    }
+  }
+}
+
+// The keys that compete for all queries of a warp: two ranges, or none.
+template <bool kFindsCandidates>
+struct CommonKeys {
+  int first, end, later, later_end;
+
+  __device__ __forceinline__ CommonKeys(const IndexCall& call, const ScoreGroup& group,
+                                        const ScoreRow<kFindsCandidates> (&rows)[2])
+      : first(0), end(static_cast<int>(call.p.keys)), later(0), later_end(end) {
+    if (group.start || group.end) end = later_end = 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!rows[r].is_real) continue;
+      first = max(first, rows[r].in.first), end = min(end, rows[r].in.end);
+      later = max(later, rows[r].in.later), later_end = min(later_end, rows[r].in.later_end);
+    }
+    first = __reduce_max_sync(0xffffffffu, first), end = __reduce_min_sync(0xffffffffu, end);
+    later = __reduce_max_sync(0xffffffffu, later), later_end = __reduce_min_sync(0xffffffffu, later_end);
+  }
+  // Are all keys of so many columns among them?
+  __device__ __forceinline__ bool hold(const IndexCall& call, int column, int count) const {
+    const int least = least_key_from<kFindsCandidates>(call, column),
+              most = least_key_from<kFindsCandidates>(call, column + count);
+    return ((least >= first) & (most <= end)) | ((least >= later) & (most <= later_end));
+  }
+};
+
+// Adds the slope times the distance to the scores of two rows' columns first + 8 n + lane % 4 * 2 + {0, 1}.
+template <int kColumns, bool kFindsCandidates>
+__device__ __forceinline__ void add_distances(const IndexCall& call, const ScoreGroup& group,
+                                              const ScoreRow<kFindsCandidates> (&rows)[2], float (&x)[2][kColumns][2],
+                                              int first) {
+  const int own = first + static_cast<int>(threadIdx.x) % 4 * 2;
+  const float between = static_cast<float>(rows[1].position - rows[0].position);
+  const float base = static_cast<float>((own << group.log2_width) - rows[0].position) + group.middle;
+  const float width = static_cast<float>(1 << group.log2_width);
 #pragma unroll
   for (int i = 0; i < 2 * kColumns; ++i) {
-    if (!(kept >> i & 1)) continue;
-    const int place = (own + 8 * (i / 2) + i % 2) >> call.log2_score_block;
-    if (at < capacity) *reinterpret_cast<float2*>(to + at) = {x[i / 2][i % 2], __int_as_float(place)};
-    ++at;
+    const int column = 8 * (i / 2) + i % 2;
+    float distance = fmaf(width, static_cast<float>(column), base);  // exact below 2^23
+    if (!kFindsCandidates && call.sample.log2 > 0) {
+      const int key = key_of_column<kFindsCandidates>(call, own + column);
+      distance = static_cast<float>((key << group.log2_width) - rows[0].position) + group.middle;
+    }
+    x[0][i / 2][i % 2] = fmaf(group.slope, distance, x[0][i / 2][i % 2]);
+    x[1][i / 2][i % 2] = fmaf(group.slope, distance - between, x[1][i / 2][i % 2]);
   }
 }
 
-// Whether all keys of the columns first .. first + columns - 1 compete for a row's query.
-template <bool kFindsCandidates>
-__device__ __forceinline__ bool all_compete(const IndexCall& call, const ScoreGroup& group, const ScoreRow<kFindsCandidates>& row,
-                                            int first, int columns) {
-  const CompetingRows& in = row.in;
-  const int least = least_key_from<kFindsCandidates>(call, first), most = least_key_from<kFindsCandidates>(call, first + columns);
-  return !group.start && !group.end && most <= call.p.keys &&
-         ((least >= in.first && most <= in.end) || (least >= in.later && most <= in.later_end));
-}
-
-// Makes scores of the weighted sums of a row's columns first + 8 n + lane % 4 * 2 + {0, 1}, -inf where a key does not compete,
-// and the largest of a block of it. All lanes of a warp come here together.
+// Makes -inf of the scores of keys that do not compete.
 template <int kColumns, bool kFindsCandidates>
-__device__ __forceinline__ void finish_row(const IndexCall& call, const ScoreGroup& group, const ScoreRow<kFindsCandidates>& row,
-                                           float (&x)[kColumns][2], int first, bool all_are_in) {
+__device__ __forceinline__ void hide_others(const IndexCall& call, const ScoreGroup& group, const ScoreRow<kFindsCandidates>& row,
+                                            float (&x)[kColumns][2], int first) {
   const int own = first + static_cast<int>(threadIdx.x) % 4 * 2;
   const CompetingRows& in = row.in;
-  if (group.slope != 0.0f) {
-    const float base = static_cast<float>((own << group.log2_width) - row.position) + group.middle;
-    const float width = static_cast<float>(1 << group.log2_width);
 #pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i) {
-      const int column = 8 * (i / 2) + i % 2;
-      float distance = fmaf(width, static_cast<float>(column), base);  // exact below 2^23
-      if (!kFindsCandidates && call.sample.log2 > 0) {
-        const int key = key_of_column<kFindsCandidates>(call, own + column);
-        distance = static_cast<float>((key << group.log2_width) - row.position) + group.middle;
-      }
-      x[i / 2][i % 2] = fmaf(group.slope, distance, x[i / 2][i % 2]);
-    }
+  for (int i = 0; i < 2 * kColumns; ++i) {
+    const int key = key_of_column<kFindsCandidates>(call, own + 8 * (i / 2) + i % 2);
+    bool is_in = (key >= in.first && key < in.end) || (key >= in.later && key < in.later_end);
+    if (group.start) is_in = is_in && group.start[key] <= row.position;
+    if (group.end) is_in = is_in && row.position < group.end[key];
+    x[i / 2][i % 2] = is_in ? x[i / 2][i % 2] : negative_infinity();
   }
+}
+
+// Makes scores of the weighted sums of two rows' columns first + 8 n + lane % 4 * 2 + {0, 1}, -inf where a key does not compete,
+// and the largest of a block of it. All lanes of a warp come here together.
+template <int kColumns, bool kFindsCandidates>
+__device__ __forceinline__ void finish_rows(const IndexCall& call, const ScoreGroup& group,
+                                            const ScoreRow<kFindsCandidates> (&rows)[2], float (&x)[2][kColumns][2], int first,
+                                            bool all_are_in) {
+  if (group.slope != 0.0f) add_distances(call, group, rows, x, first);
   if (!all_are_in) {
 #pragma unroll
-    for (int i = 0; i < 2 * kColumns; ++i) {
-      const int key = key_of_column<kFindsCandidates>(call, own + 8 * (i / 2) + i % 2);
-      bool is_in = (key >= in.first && key < in.end) || (key >= in.later && key < in.later_end);
-      if (group.start) is_in = is_in && group.start[key] <= row.position;
-      if (group.end) is_in = is_in && row.position < group.end[key];
-      x[i / 2][i % 2] = is_in ? x[i / 2][i % 2] : negative_infinity();
-    }
+    for (int r = 0; r < 2; ++r) hide_others(call, group, rows[r], x[r], first);
   }
-  if (call.log2_score_block > 0) keep_largest(x, call.log2_score_block);
+  if (call.log2_score_block > 0) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) keep_largest(x[r], call.log2_score_block);
+  }
 }
 
 }  // namespace dmattn::cuda

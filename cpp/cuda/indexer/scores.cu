@@ -104,18 +104,21 @@ __global__ __launch_bounds__(kThreads) void index_scores_kernel(const __grid_con
 
   const ScoreGroup group(p, at);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int m = i / 2, r = i % 2;
-    const ScoreRow<kFindsCandidates> row(call, at, tile, warp_row + 16 * m + 8 * r + lane / 4, rows);
-    float of_row[kColumns][2];
+  for (int m = 0; m < 2; ++m) {
+    const int row = warp_row + 16 * m + lane / 4, first = first_column + warp_key;
+    const ScoreRow<kFindsCandidates> own[2] = {{call, at, tile, row, rows}, {call, at, tile, row + 8, rows}};
+    float x[2][kColumns][2];
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) of_row[n][0] = scores[m][n][2 * r], of_row[n][1] = scores[m][n][2 * r + 1];
-    const int first = first_column + warp_key;
-    finish_row(call, group, row, of_row, first, all_compete(call, group, row, first, 8 * kColumns));
+    for (int i = 0; i < 4 * kColumns; ++i) x[i / 2 % 2][i / 4][i % 2] = scores[m][i / 4][i % 4];
+    const CommonKeys<kFindsCandidates> common_keys(call, group, own);
+    finish_rows(call, group, own, x, first, common_keys.hold(call, first, 8 * kColumns));
     if constexpr (kFindsCandidates) {
-      add_candidates(call, row, of_row, first);
-    } else if (row.is_real) {
-      store_scores(call, of_row, call.scores + row.number * call.row_stride, first);
+      add_candidates(call, own, x, first);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (own[r].is_real) store_scores(call, x[r], call.scores + own[r].number * call.row_stride, first);
+      }
     }
   }
 }

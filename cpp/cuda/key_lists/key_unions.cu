@@ -1,9 +1,9 @@
 // Makes the unions of index lists: for each tile of queries the keys that some of them see, and bits that say which of them do.
 //
-// A block makes one union. It marks the listed blocks of keys in a bitmap in shared memory, counts the marks before each word of
-// it, and so knows the place of every block in the union. Then it reads the lists again and collects the bits of the queries at
-// those places. At the end the blocks are spread out into keys, and what other masks hide is taken away. All of that happens in
-// shared memory, whatever order the lists have and however often an entry is repeated.
+// A block makes one union. It collects the bits of the queries for a range of blocks of keys in shared memory, which has a place
+// for each block of the range, whatever order the lists have and however often an entry is repeated. The blocks that some query
+// needs are spread out into keys, what other masks hide is taken away, and what is left is written down in order. Of a list that
+// is sorted, each range reads only its own part.
 #include <algorithm>
 
 #include "../calls.h"
@@ -15,18 +15,16 @@
 namespace dmattn::cuda {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kRangeBlocks = 1 << 17;           // blocks of keys that are looked at at a time
-constexpr int kRangeWords = kRangeBlocks / 64;  // of the bitmap
-constexpr int kWordsPerThread = kRangeWords / kThreads;
+constexpr int kThreads = 1024, kWarps = kThreads / 32;
+constexpr int kPoolWords = 16 * 1024;  // of bits, and most blocks of a range; two blocks of threads on a multiprocessor
 constexpr int kEntriesAtOnce = 128;    // of a query's list, by a warp
-constexpr int kPoolBytes = 64 * 1024;  // for blocks of the union and their bits
+constexpr int kAtOnce = 4;             // keys or blocks of keys that a thread looks at
 
 struct UnionShared {
-  unsigned long long marked[kRangeWords];  // a bit for each block of keys of the range: is it in the union?
-  int before[kRangeWords];                 // marks in front of each word
+  uint32_t pool[kPoolWords];    // [words, blocks of the range]
+  uint16_t needed[kPoolWords];  // the blocks of the range that are in the union
+  int used[kMostUnionQueries];  // entries at the head of a list that lie before the range; -1: the list is not sorted
   int warp_counts[2][kWarps];
-  uint32_t pool[kPoolBytes / 4];  // block of keys [places], bits [places, words]
 };
 
 // The bits from `first` on, none when first is 32 or more, all when it is 0 or less.
@@ -59,70 +57,59 @@ struct UnionTile {
   }
 };
 
-// Calls use(block, query) for each entry of the lists of the tile that stands for one of the blocks of keys [first, first +
-// count) and not only for keys behind the query, where the call is causal. All threads of the block take part.
-template <class Use>
-__device__ __forceinline__ void for_each_entry(const AttentionParams& p, const UnionTile& tile, int first, int count,
-                                               const Use& use) {
+// Sets the bits of the queries for the blocks of keys [first, first + count), but not for blocks behind the query where the call
+// is causal. In the first of several ranges a warp also finds out whether a list is sorted, with -1 at its end.
+__device__ __forceinline__ void collect_bits(UnionShared& shared, const AttentionParams& p, const UnionTile& tile, int first,
+                                             int count, int stride, bool has_later_ranges) {
   const IndexLists& lists = p.mask.index;
-  const int listed = static_cast<int>(lists.count), pieces = (listed + kEntriesAtOnce - 1) / kEntriesAtOnce;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int item = static_cast<int>(threadIdx.x) / 32; item < tile.queries * pieces; item += kWarps) {
-    const int query = item / pieces, begin = item % pieces * kEntriesAtOnce + lane;
+  const int listed = static_cast<int>(lists.count), lane = static_cast<int>(threadIdx.x) % 32;
+  const uint32_t end = static_cast<uint32_t>(first + count);
+  for (int query = static_cast<int>(threadIdx.x) / 32; query < tile.queries; query += kWarps) {
     const int32_t* const row = tile.entries + query * lists.row_stride;
     const int last = p.mask.is_causal ? (tile.low + query) >> lists.log2_block : kLastPosition;
-    int32_t entry[kEntriesAtOnce / 32];
+    const uint32_t bit = 1u << query % 32;
+    uint32_t* const bits = shared.pool + query / 32 * stride;
+    const int used = first == 0 ? 0 : shared.used[query];
+    int before_end = 0;
+    bool is_sorted = true;
+    uint32_t latest = 0;  // the entry in front of the lane's
+#pragma unroll 1
+    for (int begin = max(used, 0) / 32 * 32; begin < listed; begin += kEntriesAtOnce) {
+      uint32_t entry[kEntriesAtOnce / 32];  // -1 is the greatest
 #pragma unroll
-    for (int i = 0; i < kEntriesAtOnce / 32; ++i) entry[i] = begin + 32 * i < listed ? row[begin + 32 * i] : -1;
+      for (int i = 0; i < kEntriesAtOnce / 32; ++i) {
+        const int at = begin + lane + 32 * i;
+        entry[i] = at < listed ? static_cast<uint32_t>(row[at]) : 0xffffffffu;
+      }
 #pragma unroll
-    for (int i = 0; i < kEntriesAtOnce / 32; ++i) {
-      const uint32_t block = static_cast<uint32_t>(entry[i]) - static_cast<uint32_t>(first);
-      if (entry[i] >= 0 && entry[i] <= last && block < static_cast<uint32_t>(count)) use(static_cast<int>(block), query);
+      for (int i = 0; i < kEntriesAtOnce / 32; ++i) {
+        const uint32_t block = entry[i] - static_cast<uint32_t>(first);
+        if (block < static_cast<uint32_t>(count) && static_cast<int>(entry[i]) <= last) atomicOr(&bits[block], bit);
+        before_end += entry[i] < end;
+        if (first == 0 && has_later_ranges) {
+          const uint32_t in_front = __shfl_up_sync(0xffffffffu, entry[i], 1);
+          is_sorted = is_sorted && entry[i] >= (lane == 0 ? latest : in_front);
+          latest = __shfl_sync(0xffffffffu, entry[i], 31);
+        }
+      }
+      if (used > 0 && __shfl_sync(0xffffffffu, entry[kEntriesAtOnce / 32 - 1], 31) >= end) break;
     }
+    if (!has_later_ranges) continue;
+    before_end = __reduce_add_sync(0xffffffffu, before_end) + max(used, 0) / 32 * 32;
+    const bool all_sorted = first == 0 ? __all_sync(0xffffffffu, is_sorted) : used >= 0;
+    if (lane == 0) shared.used[query] = all_sorted ? before_end : -1;
   }
 }
 
-// Marks the blocks of keys that hold a key of [from, to).
-__device__ __forceinline__ void mark_keys(UnionShared& shared, const AttentionParams& p, int from, int to, int first, int count) {
-  const int key_length = static_cast<int>(p.key_length), log2_block = p.mask.index.log2_block;
-  from = max(from, 0), to = min(to, key_length);
-  if (from >= to) return;
-  const int begin = max((from >> log2_block) - first, 0), end = min(((to - 1) >> log2_block) + 1 - first, count);
-  for (int block = begin + static_cast<int>(threadIdx.x); block < end; block += kThreads) {
-    atomicOr(reinterpret_cast<uint32_t*>(shared.marked) + block / 32, 1u << block % 32);
-  }
-}
-
-// Adds up `mine` over the threads of the block: those before this one, and all. buffer alternates from call to call.
-__device__ __forceinline__ int sum_before(UnionShared& shared, int mine, int buffer, int& all) {
+// Adds up what the warps of the block have, the same in all lanes: those before this one, and all. buffer alternates from call to
+// call.
+__device__ __forceinline__ int sum_before(UnionShared& shared, int own, int buffer, int& all) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  int sum = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == 31) shared.warp_counts[buffer][warp] = sum;
+  if (lane == 0) shared.warp_counts[buffer][warp] = own;
   __syncthreads();
   const int of_warp = lane < kWarps ? shared.warp_counts[buffer][lane] : 0;
   all = __reduce_add_sync(0xffffffffu, of_warp);
-  return __reduce_add_sync(0xffffffffu, lane < warp ? of_warp : 0) + sum - mine;
-}
-
-// Counts the marks in front of each word of the bitmap; returns all of them.
-__device__ __forceinline__ int count_marks(UnionShared& shared) {
-  const int first = static_cast<int>(threadIdx.x) * kWordsPerThread;
-  int mine = 0;
-#pragma unroll
-  for (int i = 0; i < kWordsPerThread; ++i) mine += __popcll(shared.marked[first + i]);
-  int all, before = sum_before(shared, mine, 0, all);
-#pragma unroll
-  for (int i = 0; i < kWordsPerThread; ++i) {
-    shared.before[first + i] = before;
-    before += __popcll(shared.marked[first + i]);
-  }
-  __syncthreads();
-  return all;
+  return __reduce_add_sync(0xffffffffu, lane < warp ? of_warp : 0);
 }
 
 // Which queries of the tile see a key by the other masks, of those that have a bit in `bits`.
@@ -166,84 +153,93 @@ __global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__
   griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<UnionShared*>(shared_bytes);
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   if (blockIdx.x == 0 && thread == 0 && tile_counter) *tile_counter = 0;
   const UnionTile tile(p, unions);
   const IndexLists& lists = p.mask.index;
   const int key_length = static_cast<int>(p.key_length), log2_block = lists.log2_block, words = unions.words;
-  const int blocks = (key_length + (1 << log2_block) - 1) >> log2_block;
-  const int places = kPoolBytes / 4 / (1 + words);  // that the pool has room for
-  int32_t* const block_at = reinterpret_cast<int32_t*>(shared.pool);
-  uint32_t* const bits_at = shared.pool + places;
+  const int last_key = p.mask.is_causal ? min(key_length, tile.low + tile.queries) - 1 : key_length - 1;
+  const int blocks = (last_key >> log2_block) + 1,
+            range = min(kPoolWords / words, blocks + 3) / 4 * 4;  // whole pieces of 16 bytes
   const OtherMasks others(p, tile);
   int32_t* const keys = unions.key + blockIdx.x * unions.capacity;
   uint32_t* const seen = unions.seen + blockIdx.x * unions.capacity * words;
   int written = 0, buffer = 0;
 
-  for (int first = 0; first < blocks; first += kRangeBlocks) {
-    const int count = min(blocks - first, kRangeBlocks);
-    // Mark the blocks of keys that the lists, the local keys and the sinks need.
-    for (int i = thread; i < kRangeWords; i += kThreads) shared.marked[i] = 0;
+  for (int first = 0; first < blocks; first += range) {
+    const int count = min(blocks - first, range);
+    uint4* const pieces = reinterpret_cast<uint4*>(shared.pool);
+    for (int i = thread; i < range * words / 4; i += kThreads) pieces[i] = {0, 0, 0, 0};
     __syncthreads();
-    uint32_t* const marked = reinterpret_cast<uint32_t*>(shared.marked);
-    for_each_entry(p, tile, first, count, [&](int block, int) {
-      const uint32_t bit = 1u << block % 32;
-      if (!(marked[block / 32] & bit)) atomicOr(&marked[block / 32], bit);
-    });
-    mark_keys(shared, p, tile.index_low - lists.local + 1, lists.local > 0 ? tile.index_low + tile.queries : 0, first, count);
-    mark_keys(shared, p, 0, lists.sinks, first, count);
+    collect_bits(shared, p, tile, first, count, range, first + count < blocks);
     __syncthreads();
-    const int all = count_marks(shared);
-
-    // Take as many blocks of the union at a time as the pool has room for.
-    for (int base = 0; base < all; base += places) {
-      const int taken = min(all - base, places);
-      for (int i = thread; i < taken * words; i += kThreads) bits_at[i] = 0;
-      for (int i = thread; i < kRangeWords; i += kThreads) {
-        int place = shared.before[i] - base;
-        for (unsigned long long left = shared.marked[i]; left && place < taken; left &= left - 1, ++place) {
-          if (place >= 0) block_at[place] = first + 64 * i + __ffsll(static_cast<long long>(left)) - 1;
-        }
-      }
-      __syncthreads();
-      // Collect the bits of the queries.
-      for_each_entry(p, tile, first, count, [&](int block, int query) {
-        const unsigned long long in_front = shared.marked[block / 64] & ((1ull << block % 64) - 1);
-        const int place = shared.before[block / 64] + __popcll(in_front) - base;
-        if (place >= 0 && place < taken) atomicOr(&bits_at[place * words + query / 32], 1u << query % 32);
-      });
-      __syncthreads();
-      // Spread the blocks out into keys, and write those that some query sees.
-      for (int begin = 0; begin < taken << log2_block; begin += kThreads) {
-        const int item = begin + thread, place = item >> log2_block;
-        const bool is_item = place < taken;
-        const int key = is_item ? (block_at[place] << log2_block) + (item & ((1 << log2_block) - 1)) : key_length;
-        const Span span = key < key_length ? others.spans.of_key(key) : Span::empty();
-        const int first_local = lists.local > 0 ? key - tile.index_low : kLastPosition;
-        uint32_t bits[kMostUnionWords], any = 0;
+    // Find the blocks that are listed, or have local keys or sinks.
+    const int local_from = lists.local > 0 ? max(tile.index_low - lists.local + 1, 0) : key_length,
+              local_to = lists.local > 0 ? tile.index_low + tile.queries : 0;
+    int needed = 0;
+    for (int begin = 0; begin < count; begin += kThreads * kAtOnce) {
+      uint32_t some[kAtOnce];  // a bit for each lane
+      int own = 0, more;
 #pragma unroll
-        for (int word = 0; word < kMostUnionWords; ++word) {
-          bits[word] = 0;
-          if (word >= words || key >= key_length) continue;
-          uint32_t listed = bits_at[place * words + word] | bits_between(first_local, first_local + lists.local, word);
-          if (key < lists.sinks) listed = 0xffffffffu;
-          bits[word] = others.keep(listed, span, key, word);
-          any |= bits[word];
-        }
-        buffer ^= 1;
-        int new_keys;
-        const int at = written + sum_before(shared, any != 0, buffer, new_keys);
-        if (any != 0 && at < unions.capacity) {
-          keys[at] = key;
-#pragma unroll
-          for (int word = 0; word < kMostUnionWords; ++word) {
-            if (word < words) seen[static_cast<int64_t>(at) * words + word] = bits[word];
-          }
-        }
-        written += new_keys;
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int block = begin + warp * 32 * kAtOnce + 32 * i + lane, key = (first + block) << log2_block;
+        bool is_needed = key < lists.sinks || (key < local_to && key + (1 << log2_block) > local_from);
+        for (int word = 0; word < words && block < count; ++word) is_needed |= shared.pool[word * range + block] != 0;
+        some[i] = __ballot_sync(0xffffffffu, is_needed && block < count);
+        own += __popc(some[i]);
       }
-      __syncthreads();
+      buffer ^= 1;
+      int at = needed + sum_before(shared, own, buffer, more);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (has_bit(some[i], lane)) {
+          shared.needed[at + __popc(some[i] & lanes_before())] =
+              static_cast<uint16_t>(begin + warp * 32 * kAtOnce + 32 * i + lane);
+        }
+        at += __popc(some[i]);
+      }
+      needed += more;
     }
+    __syncthreads();
+    // Spread them out into keys, and write those that some query sees.
+    const auto listed_bits = [&](int block, int key, int word) {
+      const int first_local = lists.local > 0 ? key - tile.index_low : kLastPosition;
+      if (key < lists.sinks) return 0xffffffffu;
+      return shared.pool[word * range + block] | bits_between(first_local, first_local + lists.local, word);
+    };
+    for (int begin = 0; begin < needed << log2_block; begin += kThreads * kAtOnce) {
+      uint32_t some[kAtOnce];
+      int own = 0, more;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int item = begin + warp * 32 * kAtOnce + 32 * i + lane, place = item >> log2_block;
+        uint32_t any = 0;
+        if (place < needed) {
+          const int block = shared.needed[place], key = ((first + block) << log2_block) + (item & ((1 << log2_block) - 1));
+          const Span span = key <= last_key ? others.spans.of_key(key) : Span::empty();
+          for (int word = 0; word < words; ++word) any |= others.keep(listed_bits(block, key, word), span, key, word);
+        }
+        some[i] = __ballot_sync(0xffffffffu, any != 0);
+        own += __popc(some[i]);
+      }
+      buffer ^= 1;
+      int at = written + sum_before(shared, own, buffer, more);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int item = begin + warp * 32 * kAtOnce + 32 * i + lane, to = at + __popc(some[i] & lanes_before());
+        at += __popc(some[i]);
+        if (!has_bit(some[i], lane) || to >= unions.capacity) continue;
+        const int block = shared.needed[item >> log2_block],
+                  key = ((first + block) << log2_block) + (item & ((1 << log2_block) - 1));
+        const Span span = others.spans.of_key(key);
+        keys[to] = key;
+        for (int word = 0; word < words; ++word) {
+          seen[static_cast<int64_t>(to) * words + word] = others.keep(listed_bits(block, key, word), span, key, word);
+        }
+      }
+      written += more;
+    }
+    __syncthreads();
   }
   if (thread == 0) unions.count[blockIdx.x] = written;
 }
