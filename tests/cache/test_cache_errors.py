@@ -31,6 +31,7 @@ def good(**changes):
 META = {"device": "meta"}
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
