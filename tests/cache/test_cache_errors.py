@@ -164,6 +164,19 @@ def test_steps_that_do_not_belong_to_the_positions(device):
     assert (cache.steps == 20).all()
 
 
+@pytest.mark.parametrize("step", [-1, 2**31 - 1])
+def test_steps_that_no_token_can_follow(device, step):
+    """As a state dict may have them: then no token is taken in, with its attention, before it, or in a chunk."""
+    history = History(20, torch.bfloat16, device)
+    cache = history.cache(4, 3, 2, rewind=4)
+    cache.attend(*history.tokens(0, 8))
+    cache.steps.fill_(step)
+    before = copy.deepcopy(cache)
+    for last, select_only in ((9, False), (9, True), (20, False)):
+        cache.attend(*history.tokens(8, last), select_only=select_only)
+        assert_same_state(cache, before)
+
+
 @pytest.mark.parametrize("window", [4, 3000])
 @pytest.mark.parametrize("select_only", [False, True])
 def test_a_state_whose_scores_are_all_nan(device, select_only, window):
