@@ -101,6 +101,18 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "if (given.need_bias [&& -> ||] clears_bias) torch::stable::z",
         "A gradient that nobody wants has no elements, and one that the caller clears is only cleared twice.",
     ),
+    "cpp/reduce_arguments.h:check_reduce: true, false 1": (
+        "nput, Tensor(), Tensor(), {}, [false -> true]};",
+        "It is set before anything reads it.",
+    ),
+    "cpp/cpu/cache.cpp:extend: comparison 13": (
+        " < first && slot >= 0 && slot [< -> <=] visible && slots.position[slo",
+        "Nothing is copied to a slot that there is not, whether its key is there or not.",
+    ),
+    "cpp/cpu/list_rows.h:is_joined_cheaper: dropped not 1": (
+        "if ([! -> ]listed.lines[line]) continue;",
+        "It only decides whether queries are computed together or one by one, which takes more or less time.",
+    ),
     "cpp/cuda/sm90/forward/kernel.cuh:Consumer.compute_first_scores: true, false 1": (
         "if (flags_ & kEnd) return [false -> true];",
         "A launch has no more blocks than tiles, and every tile has a chunk, if need be one without keys.",
