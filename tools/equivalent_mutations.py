@@ -145,6 +145,10 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "if (thread == [0 -> 1]) {  // read again after some ",
         "All threads hold the numbers that one of them writes.",
     ),
+    "python/dmattn/cache.py:BoundedCache.attend: minimum, maximum 1": (
+        "f torch.is_grad_enabled() and [any -> all](x is not None and x.requires_",
+        "The op that takes the tokens in refuses gradients with the same words.",
+    ),
     "python/dmattn/attention.py:selected_attention: true, false 1": (
         "sor | None, is_causal: bool = [True -> False],",
         "Both callers say whether they are causal.",

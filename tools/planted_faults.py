@@ -76,7 +76,7 @@ TESTS = (
     (r"compat/", "compat_errors compat_flash_dmattn compat_block_sparse compat_flash_attn"),
     (r"masks/(data|buffer|heads|__init__)", "masks_as_data masks registration hostile_files"),
     (r"masks/drawing", "plot"),
-    (r"masks/(index|combined)", "index index_calls masks_as_data hostile_files"),
+    (r"masks/(index|combined)", "index plot index_calls masks_as_data hostile_files"),
     (r"masks/", "masks masks_as_data most_keys in_order errors varlen"),
     (r"nn/multihead", "multihead"),
     (r"nn/index", "indexed indexer index_loss lifetime_window hostile_files"),
