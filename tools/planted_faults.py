@@ -53,7 +53,7 @@ TESTS = (
     (r"cpp/.*reduce", "reduce fuzz"),
     (r"cpp/.*(select|key_order)", "select cuda_short sanitized dynamic_mask_attention errors limits fuzz"),
     (r"cpp/.*pack", "errors masks limits masks_as_data forward fuzz"),
-    (r"cpp/(cpu/)?list", "index_calls index decode errors limits fuzz"),
+    (r"cpp/(cpu/)?list", "index_calls index decode errors registration limits fuzz"),
     (r"cpp/(cpu/)?index", "indexer index_loss index index_calls registration errors limits fuzz"),
     (r"cpp/params\.h", "errors forward decode cache select masks reduce backward index_calls indexer index_loss limits fuzz"),
     (r"cpp/(\w+_arguments|checks|errors|tensors)\.h", "errors forward decode cache select masks reduce backward index_calls limits fuzz"),
