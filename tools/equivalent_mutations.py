@@ -157,6 +157,10 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "inside = (entries >= 0) & ([entries < end_key - first_key -> (entries <= end_key - first_key)])",
         "Such an entry is the key behind the document, which is hidden from its queries, or no key at all, and stands for none.",
     ),
+    "python/dmattn/testing/strategies.py:index_masks: true, false 1": (
+        "lists.sort(dim=-1, descending=[True -> False]).values",
+        "Sorted lists are as good in either order: a kernel may rely on neither.",
+    ),
     "python/dmattn/testing/strategies.py:attention_cases: arithmetic 1": (
         "udes[n] * random_tensor(size, [seed + n -> (seed - n)], dtype, device),",
         "Any seeds that differ from each other draw numbers as good.",
