@@ -109,6 +109,10 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         " < first && slot >= 0 && slot [< -> <=] visible && slots.position[slo",
         "Nothing is copied to a slot that there is not, whether its key is there or not.",
     ),
+    "cpp/cpu/list_rows.h:joint_heads: minimum, maximum 1": (
+        "data && heads_share_mask(p) ? [max_of -> min_of](1, min_of(group, kListHeads))",
+        "Heads are computed one by one, which takes more time.",
+    ),
     "cpp/cpu/list_rows.h:is_joined_cheaper: dropped not 1": (
         "if ([! -> ]listed.lines[line]) continue;",
         "It only decides whether queries are computed together or one by one, which takes more or less time.",
