@@ -109,6 +109,10 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         " < first && slot >= 0 && slot [< -> <=] visible && slots.position[slo",
         "Nothing is copied to a slot that there is not, whether its key is there or not.",
     ),
+    "cpp/cpu/backward_tile.h:BackwardScratch.BackwardScratch: comparison 1": (
+        "slope = p.softcap [> -> >=] 0 ? take_pairs<R>(arena, p) :",
+        "Without softcap nothing looks at this memory.",
+    ),
     "cpp/cpu/list_rows.h:joint_heads: minimum, maximum 1": (
         "data && heads_share_mask(p) ? [max_of -> min_of](1, min_of(group, kListHeads))",
         "Heads are computed one by one, which takes more time.",
