@@ -161,8 +161,8 @@ def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options):
     """With the same weights and random queries `IndexedAttention` has the study's output and loss."""
     from quality_model import Attention
 
-    name = "query+local4+recency+mixed+barely+rows4+peak+explore+last"
-    s = quality.settings_of({"task": "text", "variant": name, **SMALL, "width": 64, "heads": 4, **options})
+    name = "query+local+recency+mixed+barely+rows4+peak+explore+last"
+    s = quality.settings_of({"task": "text", "variant": name, **SMALL, "width": 64, "heads": 4, "plain_local": 8, **options})
     measured = Attention(s)
     recipe = IndexRecipe(
         groups=1 if s.index_shared else "heads",
