@@ -1,4 +1,5 @@
-// The keys that lists show to queries of a decode step, on the CPU: a mark for each key, and then the marked ones in order.
+// The rows of a cache that hold the keys which lists show to queries of a decode step, on the CPU: a mark for each key, and then
+// the marked ones in order.
 #include <vector>
 
 #include "../list_arguments.h"
@@ -33,23 +34,25 @@ void list_keys(const ListKeysParams& p) {
       if (list[i] >= 0) mark(first, first + (int64_t{1} << p.log2_block));
     }
     mark(end - p.local, end), mark(0, p.sinks);
-    int32_t* const keys = p.keys + task * p.most;
+    int32_t* const rows = p.rows + task * p.most;
     int64_t found = 0;
     for (int64_t key = 0; key < end; ++key) {
-      if (is_seen[static_cast<size_t>(key)]) keys[found++] = static_cast<int32_t>(key);
+      if (is_seen[static_cast<size_t>(key)]) rows[found++] = cache_row(p, batch, head, static_cast<int32_t>(key));
     }
-    std::fill(keys + found, keys + p.most, -1);
+    std::fill(rows + found, rows + p.most, -1);
     p.counts[task] = static_cast<int32_t>(found);
   });
 }
 
 std::tuple<Tensor, Tensor> list_keys_op(const Tensor& indices, const Tensor& lengths, std::optional<Tensor> page_table,
-                                        int64_t pages, int64_t page_size, int64_t capacity, int64_t index_block,
+                                        int64_t pages, int64_t page_size, int64_t capacity, int64_t heads, int64_t kv_heads,
+                                        int64_t page_step, int64_t head_step, int64_t key_step, int64_t index_block,
                                         int64_t index_local, int64_t index_sinks) {
   const CheckedListKeys checked =
-      check_list_keys(indices, lengths, std::move(page_table), pages, page_size, capacity, index_block, index_local, index_sinks);
+      check_list_keys(indices, lengths, std::move(page_table), pages, page_size, capacity, heads, kv_heads, page_step, head_step,
+                      key_step, index_block, index_local, index_sinks);
   list_keys(checked.params);
-  return {checked.keys, checked.counts};
+  return {checked.rows, checked.counts};
 }
 
 }  // namespace
