@@ -154,6 +154,7 @@ struct Shared {
   union {
     int counts[kBins];  // of a bin's numbers
     int chosen[kBins];  // of the places in front of a word's
+    int listed[kBins];  // places in order
   };
   uint32_t words[kBins];  // a bit for each place
   uint64_t ranked[kMostRanked];
@@ -302,9 +303,9 @@ __device__ __forceinline__ void write_list(Shared<kWarps>& s, const Numbers& row
     int own = 0, total = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) words[i] = s.words[thread * kEach + i], own += __popc(words[i]);
-    int to = written + sum_before(s, own, total);
+    const int before = sum_before(s, own, total);
     if (scores) {
-      for (int i = 0, at = to; i < kEach; ++i) s.chosen[thread * kEach + i] = at, at += __popc(words[i]);
+      for (int i = 0, at = written + before; i < kEach; ++i) s.chosen[thread * kEach + i] = at, at += __popc(words[i]);
       __syncthreads();
       row.each([&](Number x) {
         const uint32_t place = static_cast<uint32_t>(x.place - first);
@@ -312,12 +313,19 @@ __device__ __forceinline__ void write_list(Shared<kWarps>& s, const Numbers& row
         scores[s.chosen[place / 32] + __popc(s.words[place / 32] & ((1u << place % 32) - 1))] = score_of(x.score);
       });
     }
+    // Listed in shared memory first: there neighbours in the list are neighbours, too, when they are written.
+    for (int begin = 0; begin < total; begin += kWords) {
+      __syncthreads();
+      int to = before - begin;
 #pragma unroll
-    for (int i = 0; i < kEach; i += 2) {
-      const int place = first + (thread * kEach + i) * 32;
-      for (uint64_t left = static_cast<uint64_t>(words[i + 1]) << 32 | words[i]; left != 0; left &= left - 1) {
-        indices[to++] = place + __ffsll(static_cast<long long>(left)) - 1;
+      for (int i = 0; i < kEach; i += 2) {
+        const int place = first + (thread * kEach + i) * 32;
+        for (uint64_t left = static_cast<uint64_t>(words[i + 1]) << 32 | words[i]; left != 0; left &= left - 1, ++to) {
+          if (to >= 0 && to < kWords) s.listed[to] = place + __ffsll(static_cast<long long>(left)) - 1;
+        }
       }
+      __syncthreads();
+      for (int i = thread; i < min(kWords, total - begin); i += kThreads) indices[written + begin + i] = s.listed[i];
     }
     written += total;
     __syncthreads();
@@ -387,8 +395,10 @@ __device__ __forceinline__ void choose(Shared<kWarps>& s, const IndexCall& call,
              p.scores ? static_cast<float*>(p.scores) + list : nullptr);
 }
 
+// Finds its row again: what a function takes by reference is kept in local memory, for the other rows, too.
 template <int kWarps>
-__device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& call, const RowOfPart& own, int room) {
+__device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& call, int room) {
+  const RowOfPart own(call);
   const ReadAgain read{call, own.at, own.query, static_cast<int>(own.at.offset) + own.query, own.in};
   choose<kWarps>(s, call, own, read, own.blocks, room);
 }
@@ -407,7 +417,7 @@ __global__ __launch_bounds__(kWarps * 32,
     if (!is_short && count <= capacity) {
       choose<kWarps>(s, call, own, ReadCandidates{call.candidates + own.number * capacity}, count, room);
     } else {
-      choose_again(s, call, own, room);
+      choose_again(s, call, room);
     }
   } else {
     choose<kWarps>(s, call, own, own.scores(call), own.blocks, room);
