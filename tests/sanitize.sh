@@ -24,6 +24,6 @@ export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:${UBSAN_OPTIONS:-}"
 export PYTHONPATH="$PWD/build/asan/site" PYTHONMALLOC=malloc OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE
 "$python" -c 'import dmattn; print(dmattn.library_path())' | grep -q build/asan/site
 exec "$python" -m pytest -p no:cacheprovider -q -n "$(nproc)" tests/ops/test_select.py tests/masks/test_masks.py tests/ops/test_forward.py tests/ops/test_backward.py \
-  tests/ops/test_errors.py tests/ops/test_limits.py tests/ops/test_sdpa.py tests/masks/test_index_calls.py tests/ops/test_indexer.py tests/ops/test_dynamic_mask_attention.py \
+  tests/ops/test_errors.py tests/ops/test_limits.py tests/ops/test_sdpa.py tests/masks/test_index_calls.py tests/ops/test_indexer.py tests/ops/test_index_loss.py tests/ops/test_dynamic_mask_attention.py \
   tests/ops/test_hostile_files.py \
   -m "not slow" "$@"

@@ -18,12 +18,11 @@ from dmattn.cache import BoundedCache
 from dmattn.nn import DynamicMaskAttention, IndexedAttention
 from dmattn.nn.mixed_cache import MixedCache
 
-from dmattn_bench.quality_report import NAMES, OTHER_NAMES, Run, latest, measured_on, runs_of
+from dmattn_bench.quality_report import NAMES, Run, latest, measured_on, model_of, runs_of
 from dmattn_bench.tables import markdown
 
 MISSING = "not measured"
-ORDER = ("per-query", "per-key", "dense+", "hybrid", "sliding+")
-MODELS = dict(sorted({**NAMES, **OTHER_NAMES}.items(), key=lambda item: ORDER.index(item[1])))
+MODELS = tuple(dict.fromkeys(NAMES.values()))
 LAYERS, WIDTH, HEADS, VISIBLE = 6, 512, 8, 512
 SHORT = {"task": "text", "length": 8192, "visible": VISIBLE, "layers": LAYERS, "width": WIDTH}
 LONG = {"task": "text", "length": 32768, "layers": LAYERS, "width": WIDTH, "kv_heads": 2, "seconds": 250.0}
@@ -68,15 +67,15 @@ LINES = (
 
 def table(results: Path) -> str:
     """Markdown: a line for each measure, a column for each model, and what it was measured on."""
-    runs = [run for run in runs_of(results) if run["complete"] and run["name"] in MODELS]
+    runs = [run for run in runs_of(results) if run["complete"] and model_of(run)]
     lines, used = [], []
     for line in LINES:
         chosen = latest([run for run in runs if line.settings.items() <= run["settings"].items()])
-        of_each = {name: [run for run in chosen if MODELS[run["name"]] == name] for name in MODELS.values()}
-        lines.append([line.title, *(line.cell(found) if found else MISSING for found in of_each.values())])
+        of_each = [[run for run in chosen if model_of(run) == model] for model in MODELS]
+        lines.append([line.title, *(line.cell(found) if found else MISSING for found in of_each)])
         used += chosen
     lines[3:3] = [decode_memory(length) for length in (8192, 131_072)]
-    return markdown(["", *MODELS.values()], lines, texts=1) + "\n\n" + measured_on(used)
+    return markdown(["", *MODELS], lines, texts=1) + "\n\n" + measured_on(used, with_commits=False)
 
 
 def decode_memory(length: int) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dmattn_bench.quality_report import NAMES, OTHER_NAMES
+from dmattn_bench.quality_report import NAMES, model_of
 from dmattn_bench.records import Result, Row, first_peer
 from dmattn_bench.style import MODELS, OURS, OURS_TOO, RC, baseline, short
 
@@ -234,10 +234,8 @@ def draw_models(runs: list[Run], path: Path) -> None:
     figure, axes = pyplot().subplots(1, 3, figsize=(9, 3), layout="constrained")
     for ax, (title, settings, across, what, limits) in zip(axes, panels, strict=True):
         kept = [run for run in runs if run["complete"] and settings.items() <= run["settings"].items()]
-        of_seed = {(run["name"], run["settings"]["seed"]): run for run in kept}
-        chosen = {
-            model: [run for (named, _), run in of_seed.items() if named == name] for name, model in (NAMES | OTHER_NAMES).items()
-        }
+        of_seed = {(model_of(run), run["settings"]["seed"]): run for run in kept}
+        chosen = {model: [run for (named, _), run in of_seed.items() if named == model] for model in NAMES.values()}
         if not any(chosen.values()):
             pyplot().close(figure)
             raise NothingToDrawError

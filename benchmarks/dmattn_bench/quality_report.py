@@ -19,14 +19,13 @@ TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {  # which settings belong
     "quality-recall": lambda s: s["task"] == "mqar",
     "quality-passkey": lambda s: s["task"] == "passkey",
 }
-NAMES = {  # of the three models that are compared everywhere, by the name of their runs
-    "taught+local4+recency+mixed+rows4+peak+explore+last+nearby": "per-key",
-    "dense+recency+barely": "dense+",
-    "sliding+recency+mixed+barely": "sliding+",
-}
-OTHER_NAMES = {  # of those that are compared with them in some tables
-    "sliding+recency+mixed+barely+hybrid": "hybrid",
+NAMES = {  # of the models that are compared with each other, by the name of their runs
     "query+local4+recency+mixed+barely+rows4+peak+explore+last": "per-query",
+    "taught+local4+recency+mixed+rows4+peak+explore+last+nearby": "per-key",
+    "recommended": "per-key",
+    "dense+recency+barely": "dense+",
+    "sliding+recency+mixed+barely+hybrid": "hybrid",
+    "sliding+recency+mixed+barely": "sliding+",
 }
 PARTS_OF_THE_CURVE = ("step", "seconds", "held_bits", "held_accuracy", "near_accuracy")
 
@@ -84,9 +83,15 @@ def described(s: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
+def model_of(run: Run) -> str | None:
+    """The model of NAMES that a run trained. One is ``per-key`` only if its local heads see as many keys as the layer recommends."""
+    name, s = NAMES.get(run["name"]), run["settings"]
+    return None if name == "per-key" and s["plain_local"] * 4 != s["visible"] else name
+
+
 def called(run: Run) -> str:
     """What a table calls a run's model: its mask in words, after its name where it has one."""
-    name = (NAMES | OTHER_NAMES).get(run["name"])
+    name = model_of(run)
     return (f"**{name}**: " if name else "") + described(run["settings"])
 
 
@@ -105,7 +110,7 @@ def table(name: str, results: Path) -> str:
     return "\n\n".join([*tables, measured_on(chosen)])
 
 
-def measured_on(runs: list[Run]) -> str:
+def measured_on(runs: list[Run], with_commits: bool = True) -> str:
     """Each machine and torch once, with the days of its runs, and all commits."""
     days: dict[str, set[str]] = {}
     for run in runs:
@@ -113,7 +118,7 @@ def measured_on(runs: list[Run]) -> str:
     about = "; ".join(
         f"{machine}, {min(found)}" + (f" to {max(found)}" if len(found) > 1 else "") for machine, found in sorted(days.items())
     )
-    commits = ", ".join(sorted({run["commit"] for run in runs if run["commit"]}))
+    commits = ", ".join(sorted({run["commit"] for run in runs if run["commit"] and with_commits}))
     return about + (f"; commit {commits}." if commits else ".")
 
 

@@ -6,13 +6,14 @@ import sys
 
 import pytest
 import torch
-from dmattn import BlockMask, IntervalMask
+from dmattn import BlockMask, IndexMask, IntervalMask
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
 SCORES = torch.rand(2, 4, 200, generator=torch.Generator().manual_seed(0))
+LISTS = torch.randint(-1, 200, (2, 4, 200, 9), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
 CHECKED = torch.arange(200)[:, None] % 7 <= torch.arange(200) % 11
 
 
@@ -30,6 +31,8 @@ def masks():
         "blocks": blocks,
         "no bits": BlockMask(full.tiles, full.rows, full.columns, full.bits[:0], 200, 200),
         "combined": top_k & blocks,
+        "lists": IndexMask(LISTS, is_causal=True, local=3),
+        "lists within intervals": IndexMask(LISTS[:, :1]) & top_k,
         "combined, one head": IntervalMask.sliding_window(200, 9) & BlockMask.from_bool(CHECKED, 64),
     }
 
@@ -61,6 +64,12 @@ def test_the_picture_is_the_mask(name, head, batch):
             (tiles >= 2).repeat_interleave(block.bits.shape[1], 0).repeat_interleave(block.bits.shape[2] * 32, 1)[:200, :200]
         )
     assert torch.equal(codes >= 2, partial)
+
+
+def test_a_picture_of_lists_ends_with_the_last_key_that_is_listed():
+    mask = IndexMask(torch.tensor([[[[0, 7], [4, -1]]]], dtype=torch.int32), block_size=2)
+    (image,) = mask.plot().get_images()
+    assert torch.equal(torch.as_tensor(image.get_array()) % 2 == 1, mask.to_bool(2, 16)[0, 0])
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "prefix", "top_k"])

@@ -29,6 +29,7 @@ import pytest
 import test_backward
 import test_cache
 import test_decode
+import test_index_loss
 import test_indexer
 import test_reduce
 import torch
@@ -518,7 +519,7 @@ def check_index_top_k(data, device):
 
 def check_index_loss(data, device):
     dtype = torch.bfloat16 if device == "cuda" else torch.float64
-    test_indexer.test_drawn_losses.hypothesis.inner_test(device, dtype, data.draw(test_indexer.loss_cases()))
+    test_index_loss.test_drawn_losses.hypothesis.inner_test(device, dtype, data.draw(test_index_loss.loss_cases()))
     return 0.0
 
 

@@ -14,7 +14,7 @@ from dmattn import checks
 class ScoreRecipe:
     """How a :class:`DynamicMaskAttention` scores keys, and how it learns to: the ``recipe`` of its constructor.
 
-    The defaults learned best over text and recall together; the page "Does it learn?" says how much each of them is worth.
+    The defaults learned best over text and recall together; the page "Does it learn?" says what each of them is for.
     ``dataclasses.replace(recipe, explore=False)`` gives another.
 
     Args:
