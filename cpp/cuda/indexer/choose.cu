@@ -149,14 +149,14 @@ struct ReadAgain {
 
 template <int kWarps>
 struct Shared {
-  static constexpr int kThreads = kWarps * 32, kBins = kThreads * 8 < 1024 ? kThreads * 8 : 1024;
+  static constexpr int kThreads = kWarps * 32, kWords = kThreads * 8, kBins = kWords < 1024 ? kWords : 1024;
   static constexpr int kMostRanked = kWarps < 8 ? 64 * kWarps : 512;
   union {
-    int counts[kBins];  // of a bin's numbers
-    int chosen[kBins];  // of the places in front of a word's
-    int listed[kBins];  // places in order
+    int counts[kBins];   // of a bin's numbers
+    int chosen[kWords];  // of the places in front of a word's
+    int listed[kWords];  // places in order
   };
-  uint32_t words[kBins];  // a bit for each place
+  uint32_t words[kWords];  // a bit for each place
   uint64_t ranked[kMostRanked];
   uint32_t least[kWarps], most[kWarps];
   uint64_t cut;
@@ -287,7 +287,7 @@ __device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& r
 template <int kWarps, class Numbers>
 __device__ __forceinline__ void write_list(Shared<kWarps>& s, const Numbers& row, uint64_t cut, int places, int top,
                                            int32_t* indices, float* scores) {
-  constexpr int kThreads = Shared<kWarps>::kThreads, kWords = Shared<kWarps>::kBins, kEach = kWords / kThreads;
+  constexpr int kThreads = Shared<kWarps>::kThreads, kWords = Shared<kWarps>::kWords, kEach = kWords / kThreads;
   const int thread = static_cast<int>(threadIdx.x);
   int written = 0;
   for (int first = 0; first < places; first += 32 * kWords) {
@@ -428,7 +428,7 @@ __global__ __launch_bounds__(kWarps * 32,
 template <int kWarps>
 cudaError_t launch_rows(void (*kernel)(IndexCall, int), KernelAttribute& known, const IndexCall& call, int64_t count,
                         cudaStream_t stream) {
-  constexpr int64_t kMostBytes = 80 << 10;  // beside two more such blocks
+  constexpr int64_t kMostBytes = 72 << 10;  // two blocks of 16 warps fit, with the rest of their shared memory
   const int room = static_cast<int>(std::min<int64_t>(count, kMostBytes / 8));
   const cudaError_t status = allow_shared_bytes(known, kernel, static_cast<int>(kMostBytes));
   if (status != cudaSuccess) return status;
