@@ -1,4 +1,6 @@
-"""Mutations that change no result, by name: the edit, and why nothing can find it. ``planted_faults.py`` records them and plants them not."""
+"""Mutations that ``planted_faults.py`` knows, by name: the edit and a reason.
+
+EQUIVALENT change no result: they are recorded and not planted. UNFOUND are planted, and the record says why no test finds them."""
 
 from __future__ import annotations
 
@@ -99,6 +101,38 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "if (given.need_bias [&& -> ||] clears_bias) torch::stable::z",
         "A gradient that nobody wants has no elements, and one that the caller clears is only cleared twice.",
     ),
+    "cpp/cuda/sm90/forward/kernel.cuh:Consumer.compute_first_scores: true, false 1": (
+        "if (flags_ & kEnd) return [false -> true];",
+        "A launch has no more blocks than tiles, and every tile has a chunk, if need be one without keys.",
+    ),
+    "cpp/cuda/select/short.cuh:order_alike: true, false 1": (
+        "bool are_many = [false -> true];",
+        "Where few are alike they are sorted twice, too: slower, the same order.",
+    ),
+    "cpp/cuda/indexer/few_heads.cu:launch: minimum, maximum 1": (
+        "const dim3 grid(grid_of(std::[min -> max](most, (kEnoughBlocks + call.t",
+        "More blocks share the keys, and those without any end at once: slower, the same scores.",
+    ),
+    "cpp/cuda/indexer/choose.cu:index_choice_kernel: comparison 1": (
+        "const bool is_short = count [< -> <=] call.p.top && call.bounds[own",
+        "A row with just as many candidates as are wanted is scored again: slower, the same choice but for the rounding of scores.",
+    ),
+    "cpp/cuda/backward.cpp:backward_op: and, or 1": (
+        "if (call.b.grad_bias [&& -> ||] !plan.stores_bias) torch::sta",
+        "A gradient that nobody wants has no elements, and one that a kernel stores is only cleared before.",
+    ),
+    "cpp/cuda/key_lists/live_keys.cu:count_keys: true, false 1": (
+        "bool has_partial = [false -> true];",
+        "Live keys that all queries see are gathered, not copied side by side first: slower, the same keys in another order.",
+    ),
+    "cpp/cuda/sm80/scheduler.cuh:KeyScheduler.next_gathered: comparison 1": (
+        "while (rings.whole_count [< -> <=] kKeys && rings.partial_count ",
+        "The next keys are read one chunk earlier, for which the queues have room: the same chunks.",
+    ),
+    "cpp/cuda/sm80/scheduler.cuh:KeyScheduler.next_gathered: off by one 7": (
+        "if (thread == [0 -> 1]) {  // read again after some ",
+        "All threads hold the numbers that one of them writes.",
+    ),
     "python/dmattn/attention.py:selected_attention: true, false 1": (
         "sor | None, is_causal: bool = [True -> False],",
         "Both callers say whether they are causal.",
@@ -114,5 +148,16 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
     "python/dmattn/composed.py:visible_in_lists: arithmetic 1": (
         "blocks = [-(-keys[1] // block) - first -> (-(-keys[1] // block) + first)]",
         "The table gets more columns than there are blocks, which nothing reads.",
+    ),
+}
+
+UNFOUND: dict[str, tuple[str, str]] = {
+    "cpp/cpu/backward_head.h:BackwardShared.BackwardShared: comparison 3": (
+        "== p.head_dim && value_stride [== -> !=] p.value_dim;",
+        "Rows have padding only on a processor with AVX-512, which this machine lacks.",
+    ),
+    "cpp/cuda/select/sort.cuh:sort_tiles: comparison 2": (
+        "for (int i = 0; i [< -> <=] kItems; ++i) {",
+        "It writes behind an array that is kept in registers, and the compiler leaves that out.",
     ),
 }

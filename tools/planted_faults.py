@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dmattn_bench.rows import to_json
-from equivalent_mutations import EQUIVALENT
+from equivalent_mutations import EQUIVALENT, UNFOUND
 from mutations import AREAS, ROOT, SEED, Mutation, mutations_of, sample
 
 LIBRARY = "libdmattn_ops.so"
@@ -42,13 +42,16 @@ FAILED = r"^(?:FAILED|ERROR) (tests/[^\n]+?)(?: - .*)?$"
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "pytest", "numpy", "torch._dynamo"])
 MEMORY = 16 << 30  # bytes that tests may map: a mutation may allocate without end
+CUDA = (
+    "sanitized cuda_tiles cuda_live_keys key_sources in_order most_keys cuda_bad_values cuda_gradients cuda_limits index_calls "
+)
 OPS = "forward backward select dynamic_mask_attention decode huge_biases errors limits silence autograd func fuzz"
 # The test files, test_*.py below tests/, that look for a mutation: those of the first pattern that a file's path matches.
 TESTS = (
     (r"cpp/.*cache", "cache cache_errors mixed_cache fuzz"),
     (r"cpp/.*decode", "decode errors cache fuzz"),
     (r"cpp/.*reduce", "reduce fuzz"),
-    (r"cpp/.*(select|key_order)", "select dynamic_mask_attention errors limits fuzz"),
+    (r"cpp/.*(select|key_order)", "select cuda_short sanitized dynamic_mask_attention errors limits fuzz"),
     (r"cpp/.*pack", "errors masks limits masks_as_data forward fuzz"),
     (r"cpp/(cpu/)?list", "index_calls index decode errors limits fuzz"),
     (r"cpp/(cpu/)?index", "indexer index_loss index index_calls registration errors limits fuzz"),
@@ -57,7 +60,8 @@ TESTS = (
     (r"cpp/cpu/levels", "levels"),
     (r"cpp/cuda/host/plan", "plan forward backward"),
     (r"cpp/cuda/index", "sanitized indexer index_loss fuzz"),
-    (r"cpp/cuda/", "sanitized cuda_tiles cuda_live_keys key_sources in_order cuda_gradients cuda_limits index_calls " + OPS),
+    (r"cpp/cuda/.*token_step", "sanitized cache fuzz"),
+    (r"cpp/cuda/", CUDA + OPS),
     (r"cpp/", OPS + " index index_calls rounding threads"),
     (r"distributed/(failures|agreement)", "failures context_parallel"),
     (r"distributed/", "context_parallel failures"),
@@ -375,6 +379,8 @@ def plant_all(planter: Planter, drawn: list[Mutation], count: int, path: Path) -
             began = time.monotonic()
             known = EQUIVALENT.get(mutation.name)
             outcome, detail = ("equivalent", known[1]) if known and known[0] == mutation.edit else planter.plant(mutation)
+            if outcome == "survived" and UNFOUND.get(mutation.name, ("",))[0] == mutation.edit:
+                detail = UNFOUND[mutation.name][1]
             row = {name: getattr(mutation, name) for name in ("area", "file", "function", "operator", "occurrence", "edit")}
             row |= {
                 "outcome": outcome,

@@ -31,6 +31,7 @@ def good(**changes):
 META = {"device": "meta"}
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -161,6 +162,19 @@ def test_steps_that_do_not_belong_to_the_positions(device):
     cache.steps.zero_()
     cache.attend(*history.tokens(40, 60))
     assert (cache.steps == 20).all()
+
+
+@pytest.mark.parametrize("step", [-1, 2**31 - 1])
+def test_steps_that_no_token_can_follow(device, step):
+    """As a state dict may have them: then no token is taken in, with its attention, before it, or in a chunk."""
+    history = History(20, torch.bfloat16, device)
+    cache = history.cache(4, 3, 2, rewind=4)
+    cache.attend(*history.tokens(0, 8))
+    cache.steps.fill_(step)
+    before = copy.deepcopy(cache)
+    for last, select_only in ((9, False), (9, True), (20, False)):
+        cache.attend(*history.tokens(8, last), select_only=select_only)
+        assert_same_state(cache, before)
 
 
 @pytest.mark.parametrize("window", [4, 3000])

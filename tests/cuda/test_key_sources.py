@@ -74,6 +74,19 @@ def test_large_windows_without_causality(device, dtype, window):
     assert_matches_reference(case, selecting(count, is_causal=False))
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_key_is_hidden_from_its_end_on(device, dtype, size):
+    """Keys in order, because the mask says that a query sees all of them. An even and an odd key have nearly all weight while they are seen."""
+    lengths = short((600, 600), str(device))
+    (query, key, value), scores = problem(lengths, (4, 2), size, dtype, device)
+    end = torch.full((1, 1, lengths[1]), 2**31 - 1, dtype=torch.int32, device=device)
+    for place, last in ((6, lengths[0] // 2), (9, lengths[0] * 2 // 3)):
+        scores[:, :, place], end[:, :, place] = 30.0, last
+    mask = dmattn.IntervalMask(torch.zeros_like(end), end)
+    case = AttentionCase(query, key, value, mask._replace(most_keys=lengths[1]), mask.to_bool(*lengths), key_bias=scores)
+    assert_matches_reference(case)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("hidden", ["some", "most", "a run", "all"])

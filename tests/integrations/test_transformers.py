@@ -475,6 +475,16 @@ def seen_by(mask, q_length, kv_length):
     return masks.interval_of(mask, q_length, kv_length).to_bool(q_length, kv_length).expand(2, 1, -1, -1)
 
 
+def test_masks_that_depend_on_the_distance_only():
+    """They hold inside of packed sequences, too, where positions begin again."""
+    near = masking_utils.and_masks(masking_utils.sliding_window_overlay(3), masking_utils.causal_mask_function)
+    chunked = masking_utils.chunked_overlay(3, torch.zeros(1, dtype=torch.int64))
+    for function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function, near):
+        assert masks._depends_on_distance_only(function)
+    for function in (chunked, masking_utils.and_masks(chunked, masking_utils.causal_mask_function)):
+        assert not masks._depends_on_distance_only(function)
+
+
 @pytest.mark.parametrize(
     ("way", "padding"), [*itertools.product(["recognised", "evaluated"], [None, "left", "right"]), ("compiled", "left")]
 )

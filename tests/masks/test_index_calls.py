@@ -209,13 +209,15 @@ def test_gradients_are_the_same_in_every_run(device, dtype, block):
     assert_same_bits(run(dataclasses.replace(case, mask=twice)), first)
 
 
+@pytest.mark.parametrize("listed", [0, 1], ids=["even blocks", "odd blocks"])
 @pytest.mark.parametrize("block", [1, 16, 64])
-def test_a_key_that_nobody_lists_may_hold_anything(device, dtype, block):
-    mask = IndexMask(2 * lists(2, 2, 40, 6, most=3, device=device).clamp(min=0), block)  # even blocks
+def test_a_key_that_nobody_lists_may_hold_anything(device, dtype, block, listed):
+    """The first key of all, too."""
+    mask = IndexMask(2 * lists(2, 2, 40, 6, most=3, device=device).clamp(min=0) + listed, block)
     case = case_of(device, dtype, mask, Sk=6 * block)
     nan = [given.clone() for given in (case.key, case.value)]
     for given_tensor in nan:
-        given_tensor.unflatten(2, (6, block))[:, :, 1::2] = torch.nan
+        given_tensor.unflatten(2, (6, block))[:, :, 1 - listed :: 2] = torch.nan
     results = assert_matches_reference(dataclasses.replace(case, key=nan[0], value=nan[1]))
     assert not any(result.isnan().any() for result in results.values())
 

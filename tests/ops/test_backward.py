@@ -46,6 +46,14 @@ def test_nothing_in_some_dimension(device, dtype, B, H, Sq, Sk):
         assert (results["lse"] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_many_keys_without_queries(device, dtype, deterministic):
+    """A GPU copies a tile of keys before it knows that no query sees them. With a shared bias a block has the tiles of all heads."""
+    key_bias = torch.zeros(2000, device=device) if deterministic else None
+    results = run(make(device, dtype, B=8, H=4, Sq=0, Sk=2000, D=64, key_bias=key_bias, deterministic=deterministic))
+    assert not any(results[f"grad_{name}"].any() for name in ("key", "value"))
+
+
 @pytest.mark.parametrize(("H", "Hkv"), [(6, 1), (6, 2), (6, 3), (6, 6)])
 @pytest.mark.parametrize(("D", "Dv"), [(8, 64), (72, 16)])
 def test_grouped_heads_add_up(device, dtype, H, Hkv, D, Dv):
@@ -470,6 +478,17 @@ def test_gathered_keys_of_other_widths(device, dtype, D, Dv, mask_heads):
     """Heads of a group share their intervals, or have intervals of their own: then a GPU adds gradients of keys up in memory."""
     mask = random_intervals(mask_heads, 300, 5, device)
     assert_matches_reference(make(device, dtype, H=4, Hkv=2, Sq=250, Sk=300, D=D, Dv=Dv, mask=mask))
+
+
+@pytest.mark.parametrize("Dv", [16, 40])
+def test_a_bad_query_leaves_gradients_of_later_keys_alone(device, dtype, Dv):
+    """On a GPU sums of a key's gradients lie beside those of the next key, and narrow values have a part of a tile's columns alone."""
+    case = make(device, dtype, Hkv=1, Sq=256, D=64, Dv=Dv, is_causal=True)
+    query = case.query.clone()
+    query[:, :, 127] = torch.nan  # sees the first 128 keys, a whole tile
+    results = run(case.with_leaves({"query": query}))
+    assert results["grad_key"][:, :, :128].isnan().any()
+    assert not any(results[name][:, :, 128:].isnan().any() for name in ("grad_key", "grad_value"))
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(136, 256), (256, 136), (200, 192)])

@@ -189,6 +189,11 @@ def test_hooks_of_a_projection_fire(layer, name):
     assert seen == ["before", (2, 20, width)]
 
 
+def test_key_scores_of_as_many_keys_as_there_may_be():
+    scores = dmattn.key_scores(torch.zeros(1, 1, 1, 8).expand(1, 1, 2**20, 8), torch.zeros(1, 8), torch.ones(1))
+    assert scores.shape == (1, 1, 2**20)
+
+
 def test_key_scores_of_a_module_a_weight_and_the_older_keyword():
     value, A = tensor((2, 2, 9, 8), 0), tensor((2,), 1)
     module = torch.nn.Linear(16, 2)

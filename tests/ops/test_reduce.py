@@ -279,6 +279,17 @@ def test_both_devices_give_the_same_bits(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("count", [256, 4096])  # of short sequences a warp reduces several
+def test_waits_for_the_kernel_before(count):
+    """Blocks may start while a selection is still finding what they read: the GPU sleeps until both are launched."""
+    scores = make((100, 1, 4096), torch.float32, device="cuda")
+    torch.full((100, 1, 4096), -7, dtype=torch.int32, device="cuda")  # in the memory that the selection is written to
+    torch.cuda._sleep(20_000_000)  # cycles
+    end = ops.select(scores, None, 400, True).view(-1, count)
+    assert torch.equal(ops.reduce_max(end, 1), end.amax(1))
+
+
+@pytest.mark.gpu
 def test_in_a_graph(device):
     x = make((9000, 40), torch.bfloat16, 0, device)
     expected = [ops.reduce_sum(x, dim) for dim in (None, 0, 1)]

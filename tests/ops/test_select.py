@@ -199,6 +199,21 @@ def test_what_a_selection_shows_ends_with_its_document(device, length, sizes):
         assert torch.equal(mask.end[:, :, first:last].cpu(), (alone.end.long() + first).clamp(max=last).int())
 
 
+@pytest.mark.parametrize("window", [1, 40])
+@pytest.mark.parametrize("length", [300, 5000, 20000])
+def test_each_document_has_one_set_of_keys(device, length, window):
+    """Not causal: a GPU finds where documents begin by following their ends, many of them at a time."""
+    generator = torch.Generator().manual_seed(length + window)
+    borders = torch.randperm(length - 1, generator=generator)[: length // 50].sort().values + 1
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), borders, torch.tensor([length])])
+    scores = torch.randint(0, 50, (1, 2, length), generator=generator).float()
+    base = IntervalMask.documents(length, ends.to(device), is_causal=False)
+    end = IntervalMask.top_k(scores.to(device), window, is_causal=False, base=base).end.cpu()
+    for first, last in itertools.pairwise(ends.tolist()):
+        alone = IntervalMask.top_k(scores[:, :, first:last], window, is_causal=False).end
+        assert torch.equal(end[:, :, first:last], torch.where(alone > 0, last, alone))
+
+
 def test_sinks_are_the_first_keys_of_a_document_that_are_there(device):
     ids = torch.tensor([-1, -1, 0, 0, 0, -1, 1, 1, 1, 1], device=device)
     scores = torch.zeros(1, 1, 10, device=device)

@@ -311,6 +311,12 @@ def test_cuts_are_as_few_as_can_be(lengths):
         assert max(ends[b + 1] - ends[a] for ends in (ends_q, ends_k)) > 10
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(3, 11), (11, 3)])
+def test_a_document_that_is_too_long_for_a_call_is_refused(queries, keys):
+    with pytest.raises(ValueError, match="expected documents of up to 10 tokens, got one of 11"):
+        varlen.cuts_between([0, 5, 5 + queries], [0, 5, 5 + keys], 10)
+
+
 def test_more_than_a_million_tokens():
     """In two calls, and as a batch."""
     length, documents = 7, 160_000

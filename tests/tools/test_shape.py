@@ -58,6 +58,20 @@ def test_a_bad_argument_gets_one_sentence(capsys, changed, sentence):
     assert capsys.readouterr() == ("", f"python -m dmattn shape: {sentence}\n")
 
 
+@pytest.mark.brief
+@pytest.mark.parametrize("name", ["heads", "length", "window"])
+def test_sizes_have_no_default(capsys, name):
+    with pytest.raises(SystemExit):
+        command.parser().parse_args(["shape", *(f"--{given}={value}" for given, value in ARGUMENTS.items() if given != name)])
+    assert f"the following arguments are required: --{name}" in capsys.readouterr().err
+
+
+def test_no_round_begins_that_would_end_too_late(monkeypatch):
+    """A clock that says 1, 2, 3, ...: a round takes 1, and a second one would end at 4."""
+    monkeypatch.setattr(shape_times.time, "perf_counter", iter(range(1, 9)).__next__)
+    assert shape_times.time_rounds([], torch.ones(1), 3.5) == 1
+
+
 @pytest.mark.parametrize(
     ("has_gpu", "has_kernels", "changed", "sentence"),
     [
