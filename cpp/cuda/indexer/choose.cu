@@ -3,6 +3,7 @@
 // A score is a number of 32 bits, in the order in which scores are chosen. Bins of equal width say in which of them the k-th
 // falls; while it holds too many, it is binned again, by the places where all its scores are equal; then they are ranked. A block
 // of threads has a row.
+#include "../common/dependent_launch.cuh"
 #include "../common/device.cuh"
 #include "../common/kernel_limits.cuh"
 #include "../common/visibility.cuh"
@@ -370,6 +371,8 @@ template <int kWarps>
 __global__ __launch_bounds__(kWarps * 32,
                              kWarps == 1 ? 24 : 32 / kWarps) void index_bounds_kernel(const __grid_constant__ IndexCall call,
                                                                                       int room) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   __shared__ Shared<kWarps> s;
   const RowOfPart own(call);
   if (!own.is_real) return;
@@ -408,6 +411,8 @@ template <int kWarps, bool kSampled>
 __global__ __launch_bounds__(kWarps * 32,
                              kWarps == 1 ? 24 : 32 / kWarps) void index_choice_kernel(const __grid_constant__ IndexCall call,
                                                                                       int room) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   __shared__ Shared<kWarps> s;
   const RowOfPart own(call);
   if (!own.is_real) return;
@@ -432,8 +437,7 @@ cudaError_t launch_rows(void (*kernel)(IndexCall, int), KernelAttribute& known, 
   const int room = static_cast<int>(std::min<int64_t>(count, kMostBytes / 8));
   const cudaError_t status = allow_shared_bytes(known, kernel, static_cast<int>(kMostBytes));
   if (status != cudaSuccess) return status;
-  kernel<<<grid_of(call.tiles * rows_of_tile(call)), kWarps * 32, room * 8, stream>>>(call, room);
-  return cudaGetLastError();
+  return launch_dependent(kernel, grid_of(call.tiles * rows_of_tile(call)), kWarps * 32, room * 8, stream, call, room);
 }
 
 // How many warps a row of `count` numbers has: more where there are fewer rows than multiprocessors.

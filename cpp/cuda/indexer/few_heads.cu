@@ -204,6 +204,8 @@ __device__ __forceinline__ void sum_heads(const IndexCall& call, const uint32_t 
 template <class T, int kSteps, bool kFindsCandidates>
 __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
                                                    : 2) void few_heads_kernel(const __grid_constant__ IndexCall call) {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   extern __shared__ __align__(128) uint8_t shared[];
   const IndexTopKParams& p = call.p;
   const int tile = static_cast<int>(gridDim.y - 1 - blockIdx.y);  // the longest first
@@ -273,8 +275,7 @@ cudaError_t launch(const IndexCall& call, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const int64_t most = (columns_of<kFindsCandidates>(call) + kChunk - 1) / kChunk;
   const dim3 grid(grid_of(std::min(most, (kEnoughBlocks + call.tiles - 1) / call.tiles)), static_cast<unsigned>(call.tiles));
-  few_heads_kernel<T, kSteps, kFindsCandidates><<<grid, kThreads, kBytes, stream>>>(call);
-  return cudaGetLastError();
+  return launch_scoring<kFindsCandidates>(few_heads_kernel<T, kSteps, kFindsCandidates>, grid, kThreads, kBytes, stream, call);
 }
 
 template <class T>

@@ -1,6 +1,7 @@
 // What becomes of the scores of a row: all are written down, or those from the row's bound on, as candidates.
 #pragma once
 
+#include "../common/dependent_launch.cuh"
 #include "../common/device.cuh"
 #include "../common/visibility.cuh"
 #include "query_rows.cuh"
@@ -265,6 +266,16 @@ __device__ __forceinline__ void finish_rows(const IndexCall& call, const ScoreGr
 #pragma unroll
     for (int r = 0; r < 2; ++r) keep_largest(x[r], call.log2_score_block);
   }
+}
+
+// Launches a kernel of scores. One that finds candidates follows the choice of bounds closely. One that does not may follow the
+// kernel that wrote its inputs, which it reads as what nobody writes any more: it begins when that has ended.
+template <bool kFindsCandidates>
+cudaError_t launch_scoring(void (*kernel)(IndexCall), dim3 grid, unsigned threads, size_t shared_bytes, cudaStream_t stream,
+                           const IndexCall& call) {
+  if (kFindsCandidates) return launch_dependent(kernel, grid, threads, shared_bytes, stream, call);
+  kernel<<<grid, threads, shared_bytes, stream>>>(call);
+  return cudaGetLastError();
 }
 
 }  // namespace dmattn::cuda

@@ -52,6 +52,8 @@ template <class T, int kSteps, bool kFindsCandidates>
 __global__ __launch_bounds__(kThreads) void index_scores_kernel(const __grid_constant__ IndexCall call) {
   using Shape = ScoreShape<kSteps>;
   constexpr int kColumns = Shape::kColumns, kHalf = Shape::kHalf;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   extern __shared__ __align__(128) uint8_t shared[];
   const IndexTopKParams& p = call.p;
   const int tile = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.x) * Shape::kKeys;
@@ -131,8 +133,8 @@ cudaError_t launch_scores(const IndexCall& call, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const dim3 grid(grid_of((columns_of<kFindsCandidates>(call) + Shape::kKeys - 1) / Shape::kKeys),
                   static_cast<unsigned>(call.tiles));
-  index_scores_kernel<T, kSteps, kFindsCandidates><<<grid, kThreads, Shape::kBytes, stream>>>(call);
-  return cudaGetLastError();
+  return launch_scoring<kFindsCandidates>(index_scores_kernel<T, kSteps, kFindsCandidates>, grid, kThreads, Shape::kBytes, stream,
+                                          call);
 }
 
 template <class T, bool kFindsCandidates>
