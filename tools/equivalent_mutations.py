@@ -101,6 +101,18 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "if (given.need_bias [&& -> ||] clears_bias) torch::stable::z",
         "A gradient that nobody wants has no elements, and one that the caller clears is only cleared twice.",
     ),
+    "cpp/reduce_arguments.h:check_reduce: true, false 1": (
+        "nput, Tensor(), Tensor(), {}, [false -> true]};",
+        "It is set before anything reads it.",
+    ),
+    "cpp/cpu/cache.cpp:extend: comparison 13": (
+        " < first && slot >= 0 && slot [< -> <=] visible && slots.position[slo",
+        "Nothing is copied to a slot that there is not, whether its key is there or not.",
+    ),
+    "cpp/cpu/list_rows.h:is_joined_cheaper: dropped not 1": (
+        "if ([! -> ]listed.lines[line]) continue;",
+        "It only decides whether queries are computed together or one by one, which takes more or less time.",
+    ),
     "cpp/cuda/sm90/forward/kernel.cuh:Consumer.compute_first_scores: true, false 1": (
         "if (flags_ & kEnd) return [false -> true];",
         "A launch has no more blocks than tiles, and every tile has a chunk, if need be one without keys.",
@@ -132,6 +144,10 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
     "cpp/cuda/sm80/scheduler.cuh:KeyScheduler.next_gathered: off by one 7": (
         "if (thread == [0 -> 1]) {  // read again after some ",
         "All threads hold the numbers that one of them writes.",
+    ),
+    "python/dmattn/cache.py:BoundedCache.attend: minimum, maximum 1": (
+        "f torch.is_grad_enabled() and [any -> all](x is not None and x.requires_",
+        "The op that takes the tokens in refuses gradients with the same words.",
     ),
     "python/dmattn/attention.py:selected_attention: true, false 1": (
         "sor | None, is_causal: bool = [True -> False],",

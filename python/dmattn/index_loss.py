@@ -224,6 +224,7 @@ def _(
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)  # the gradients, which are outputs, have none
     ctx.save_for_backward(*output[1:])
     ctx.has_slope = inputs[3] is not None
 

@@ -149,8 +149,11 @@ def test_opcheck_list_keys(size):
     entries, capacity = size
     lists, lengths = torch.full((1, 3, 2, entries), 5, dtype=torch.int32), torch.tensor([capacity, 0], dtype=torch.int32)
     torch.library.opcheck(ops.list_keys.default, (lists, lengths, None, 0, 0, capacity, 4, 3, 1))
-    table = torch.zeros(2, capacity // 8, dtype=torch.int32)
-    torch.library.opcheck(ops.list_keys.default, (lists.expand(2, -1, -1, -1), lengths, table, 1, 8, capacity, 1, 0, 0))
+    for page_size in (1, 8):
+        table = torch.zeros(2, capacity // page_size, dtype=torch.int32)
+        torch.library.opcheck(
+            ops.list_keys.default, (lists.expand(2, -1, -1, -1), lengths, table, 1, page_size, capacity, 1, 0, 0)
+        )
 
 
 @pytest.mark.parametrize("block", [1, 16])
