@@ -109,6 +109,14 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         " < first && slot >= 0 && slot [< -> <=] visible && slots.position[slo",
         "Nothing is copied to a slot that there is not, whether its key is there or not.",
     ),
+    "cpp/cpu/backward_tile.h:BackwardScratch.BackwardScratch: comparison 1": (
+        "slope = p.softcap [> -> >=] 0 ? take_pairs<R>(arena, p) :",
+        "Without softcap nothing looks at this memory.",
+    ),
+    "cpp/cpu/list_rows.h:joint_heads: minimum, maximum 1": (
+        "data && heads_share_mask(p) ? [max_of -> min_of](1, min_of(group, kListHeads))",
+        "Heads are computed one by one, which takes more time.",
+    ),
     "cpp/cpu/list_rows.h:is_joined_cheaper: dropped not 1": (
         "if ([! -> ]listed.lines[line]) continue;",
         "It only decides whether queries are computed together or one by one, which takes more or less time.",
@@ -156,6 +164,10 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
     "python/dmattn/varlen.py:packed_lists: comparison 4": (
         "inside = (entries >= 0) & ([entries < end_key - first_key -> (entries <= end_key - first_key)])",
         "Such an entry is the key behind the document, which is hidden from its queries, or no key at all, and stands for none.",
+    ),
+    "python/dmattn/testing/strategies.py:index_masks: true, false 1": (
+        "lists.sort(dim=-1, descending=[True -> False]).values",
+        "Sorted lists are as good in either order: a kernel may rely on neither.",
     ),
     "python/dmattn/testing/strategies.py:attention_cases: arithmetic 1": (
         "udes[n] * random_tensor(size, [seed + n -> (seed - n)], dtype, device),",

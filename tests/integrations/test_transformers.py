@@ -476,13 +476,21 @@ def seen_by(mask, q_length, kv_length):
 
 
 def test_masks_that_depend_on_the_distance_only():
-    """They hold inside of packed sequences, too, where positions begin again."""
+    """They hold inside of packed sequences, too, where positions begin again; others are not recognised there."""
+    keys, positions = masks.Keys(torch.arange(9)[None, None]), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+
+    def is_recognised(function):
+        remapped = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+        return masks.recognised(remapped(function, positions), keys, 9) is not None if remapped else None
+
     near = masking_utils.and_masks(masking_utils.sliding_window_overlay(3), masking_utils.causal_mask_function)
     chunked = masking_utils.chunked_overlay(3, torch.zeros(1, dtype=torch.int64))
     for function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function, near):
         assert masks._depends_on_distance_only(function)
+        assert is_recognised(function) in (True, None)
     for function in (chunked, masking_utils.and_masks(chunked, masking_utils.causal_mask_function)):
         assert not masks._depends_on_distance_only(function)
+        assert is_recognised(function) in (False, None)
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,11 @@ def test_windows_that_change_compile_twice(options):
     assert not torch._dynamo.config.allow_unspec_int_on_nn_module
 
 
+def test_eager_calls_leave_the_settings_of_dynamo_alone(monkeypatch):
+    monkeypatch.setattr(torch._dynamo, "patch_dynamo_config", None)
+    convert(built(), 20, local=3)(input_ids=distinct(), use_cache=False)
+
+
 def with_lora(model):
     return pytest.importorskip("peft").get_peft_model(
         model, pytest.importorskip("peft").LoraConfig(target_modules=["q_proj", "dt_proj"], r=2, init_lora_weights=False)

@@ -223,6 +223,13 @@ def test_shift_keeps_what_has_no_end_and_never_wraps():
     assert IntervalMask.documents(8, torch.tensor([0, 5, 8])).shift(1).segments is None
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_hidden(side):
+    real = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
+    seen = IntervalMask.padding(5, real.sum(1), side).to_bool(2, 5)
+    assert torch.equal(seen, (real if side == "right" else real.flip(1))[:, None, None].expand(3, 1, 2, 5))
+
+
 def test_positions_of_other_sequences_are_refused():
     mask = IntervalMask.padding(8, torch.tensor([3, 8]))
     for name, call in (("n", mask.shift), ("position", mask.alive)):

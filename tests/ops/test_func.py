@@ -354,6 +354,14 @@ def test_no_way_of_forward_mode_gives_silent_zeros(device, dtype):
         torch.testing.assert_close(by_jvp, by_dual, msg=name)
 
 
+def test_caches_refuse_tangents():
+    cache, query = dmattn.BoundedCache(1, 2, 4, 8), torch.zeros(1, 2, 1, 8)
+    with forward_ad.dual_level(), torch.no_grad():
+        dual = forward_ad.make_dual(query, torch.ones_like(query))
+        with pytest.raises(RuntimeError, match="has no gradient"):
+            cache.attend(query, dual, query, torch.zeros(1, 2, 1))
+
+
 def test_the_layer_with_gradients_of_each_sample():
     layer = dmattn.nn.DynamicMaskAttention(32, 4, window=5, num_kv_heads=2, dtype=torch.float64)
     with torch.no_grad():
