@@ -84,7 +84,8 @@ def described(s: dict[str, Any]) -> str:
 
 
 def model_of(run: Run) -> str | None:
-    """The model of NAMES that a run trained. One is ``per-key`` only if its local heads see as many keys as the layer recommends."""
+    """The model of NAMES that a run trained, or None. Runs of ``per-key`` with other local heads than the layer recommends, a quarter of the
+    visible keys, are left out."""
     name, s = NAMES.get(run["name"]), run["settings"]
     return None if name == "per-key" and s["plain_local"] * 4 != s["visible"] else name
 

@@ -280,7 +280,7 @@ def test_both_devices_give_the_same_bits(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [256, 4096])  # of short sequences a warp reduces several
-def test_waits_for_the_kernel_before(count):
+def test_a_reduction_waits_for_the_kernel_before(count):
     """Blocks may start while a selection is still finding what they read: the GPU sleeps until both are launched."""
     scores = make((100, 1, 4096), torch.float32, device="cuda")
     torch.full((100, 1, 4096), -7, dtype=torch.int32, device="cuda")  # in the memory that the selection is written to

@@ -89,7 +89,7 @@ def test_the_rule_rejects_a_single_dropped_key():
         assert_matches_reference(CASES[torch.bfloat16], forgets_a_key)
 
 
-def test_what_a_sink_takes_is_as_wrong_as_the_sink_is_large():
+def test_the_rule_allows_for_the_rounding_of_large_sinks():
     case = dataclasses.replace(CASES[torch.float64], sinks=torch.tensor([9.0, -9.0], dtype=torch.float64))
     out, lse = case.call_reference()
     wrong = 9 * (1 - case.share_of_keys(lse)[..., None]) * out.abs()
