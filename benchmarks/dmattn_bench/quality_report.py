@@ -50,6 +50,7 @@ def described(s: dict[str, Any]) -> str:
     if s["mask"] == "query":
         unit = "keys" if s["index_block"] == 1 else f"blocks of {s['index_block']} keys"
         words = [f"{unit} chosen by each query" + (", by their mean key" if s["index_pooled"] else ""), f"{s['local']} local"]
+        words += [f"{s['index_heads']} index heads"] if s["index_heads"] != 4 else []
         words += [f"among the best {s['lifetime_window']} of a bounded cache"] if s["lifetime_window"] else []
         words += ["one list for all heads"] if s["index_shared"] else []
         words += [f"lists of one layer in {s['index_layers']}"] if s.get("index_layers", 1) > 1 else []

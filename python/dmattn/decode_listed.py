@@ -98,7 +98,7 @@ def _decode_listed(
 
 
 def _as_rows(cache: Cache) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
-    """Both caches as pages of one key, [rows, 1, 1, D or Dv], and how many rows it is from one page (one sequence), key head and key to the next."""
+    """Both caches as pages of one key, [rows, 1, 1, D or Dv], and the rows from one page (sequence), key head and key to the next."""
     key, value, steps = cache.key, cache.value, _row_steps(cache.key)
     if steps is None or steps != _row_steps(value):
         key, value = key.contiguous(), value.contiguous()
