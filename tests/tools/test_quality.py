@@ -397,7 +397,10 @@ def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
     runs = [run(ours, 1, 9.0), run(ours, 1, 1.0), run(ours, 2, 2.0), run(dense, 1, 1.25), run("dense", 1, 5.0), run(sliding, 1, 7.0, visible=64),
             run(sliding, 1, 8.0) | {"complete": False}, run(ours, 3, 9.0, plain_local=64),
             run(sliding, 1, 1.75, length=32768, kv_heads=2, seconds=250) | {"tokens_per_second": 1234.5}]  # fmt: skip
-    for path, found in (("nvidia-h200/quality.jsonl", runs), ("another/quality.jsonl", [run(of_lists, 1, 0.75)])):
+    for path, found in (
+        ("nvidia-h200/quality.jsonl", runs),
+        ("another/quality.jsonl", [run(of_lists, 1, 0.75, plain_local=256), run(of_lists, 2, 9.0)]),
+    ):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_text("".join(json.dumps(quality_report.kept(one)) + "\n" for one in found))
     lines = report.table_of("models", tmp_path).splitlines()
