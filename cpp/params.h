@@ -264,7 +264,7 @@ struct PackParams {
 // The keys that queries of a decode step see by their lists, of those up to each query's position. Query t of sequence b stands
 // at position lengths[b] - T + t.
 struct ListKeysParams {
-  int64_t batch = 0, heads = 0, queries = 0, entries = 0;  // of lists
+  int64_t batch = 0, heads = 0, queries = 0, entries = 0;  // of lists; heads: Hkv or H
   int64_t capacity = 0, most = 0;                          // keys that a sequence has room for; M
   PerHead lists;                                           // int32 [B|1, heads, T, K], row_stride between queries
   int64_t row_stride = 0;
@@ -272,9 +272,21 @@ struct ListKeysParams {
   const int32_t* lengths = nullptr;     // [B], taken as within [0, capacity]
   const int32_t* page_table = nullptr;  // [B, max_pages], table_stride between sequences; null: no pages
   int64_t table_stride = 0, pages = 0, page_size = 0;
-  int32_t* keys = nullptr;    // [B, heads, T, M] contiguous, output: ascending, each once, -1 behind them
+  // Which row of a cache has a key: that of its page (without pages its sequence), its key head, and where it stands there.
+  int64_t kv_heads = 0, page_step = 0, head_step = 0, key_step = 0;
+  int32_t* rows = nullptr;    // [B, heads, T, M] contiguous, output: in the order of keys, each once, -1 behind them
   int32_t* counts = nullptr;  // [B, heads, T] contiguous, output
 };
+
+// The row of a sequence's key in a cache. The page is in range.
+DMATTN_HOST_DEVICE static inline int32_t cache_row(const ListKeysParams& p, int64_t batch, int64_t head, int32_t key) {
+  int64_t page = batch;
+  if (p.page_table) {
+    const int32_t size = static_cast<int32_t>(p.page_size), entry = key / size;
+    page = p.page_table[batch * p.table_stride + entry], key -= entry * size;
+  }
+  return static_cast<int32_t>(page * p.page_step + head * p.kv_heads / p.heads * p.head_step + key * p.key_step);
+}
 
 // The rows of key that an indexer may choose for a query, [first, end) and [later, later_end): those that the query may see and
 // that neither its local window nor the sinks show it. A mean of a block competes while one of the block's keys does and the

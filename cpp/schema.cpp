@@ -21,8 +21,9 @@
 //   weights [B, G, R, Hi], slope [G], key_bias [B|1, G|1, h|1, Sk], lse [B, G, h, R]   positions int64 [R]
 //   lists int32 [B|1, G|1, R, n]: blocks, each once, M = n * block_size; none: M = Sk   N = M, or with is_pooled n
 //   start, end int32 [B|1, G|1, Sk]   losses, of_slopes [B, G, R], of_products and of_weights like what they are of
-//   list_keys: indices int32 [B|1, H|Hkv|1, T, K], lengths and page_table as in decode -> keys int32 [B, H|Hkv|1, T, M],
-//   M = min(K * index_block + index_local + index_sinks, capacity), counts int32 [B, H|Hkv|1, T]
+//   list_keys: indices int32 [B|1, heads|1, T, K], heads: H or Hkv, lengths and page_table as in decode -> rows int32
+//   [B, heads, T, M] of the cache that hold the keys, M = min(K * index_block + index_local + index_sinks, capacity), counts
+//   int32 [B, heads, T]. A row is the sequence, or the page, times page_step, and the key head and the key's place times theirs.
 //   decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
 //   lengths int32 [B]   page_table int32 [B, max_pages]   key_bias [B|1, H|Hkv|1, Smax]   sinks [H]
 //   cache_update, cache_step, cache_join, cache_extend, cache_rewind: a bounded cache (docs/serving.md), N = sink + local +
@@ -84,7 +85,8 @@ DMATTN_OPS(m) {
 
   m.def(
       "list_keys(Tensor indices, Tensor lengths, Tensor? page_table, SymInt pages, SymInt page_size, SymInt capacity, "
-      "int index_block, SymInt index_local, SymInt index_sinks) -> (Tensor keys, Tensor counts)");
+      "SymInt heads, SymInt kv_heads, SymInt page_step, SymInt head_step, SymInt key_step, int index_block, "
+      "SymInt index_local, SymInt index_sinks) -> (Tensor rows, Tensor counts)");
 
   m.def(
       "decode(Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? page_table, Tensor? key_bias, Tensor? sinks, "

@@ -172,6 +172,11 @@ def index_masks(result: Row) -> str:
     return markdown(["case, bfloat16", "forward", "backward"], lines, texts=1)
 
 
+def index_peers(result: Row) -> str:
+    """Of those the cases that peers were timed in."""
+    return index_masks({"rows": [row for row in result["rows"] if "flex_forward_ms" in row]})
+
+
 def share_of(row: Row) -> str:
     """The window of a dynamic mask beside the length, as it is written."""
     return {1.0: "all"}.get(row["share"], str(Fraction(row["share"]).limit_denominator(64)))
@@ -233,7 +238,8 @@ TABLES: dict[str, tuple[str, Callable[[Row], str]]] = {  # the file of a name, a
     "training-steps": ("training_step.json", training_steps),
     "doge": ("doge.json", doge),
     "reductions": ("reduce.json", reductions),
-    "index-masks": (f"{H100}/index_masks.json", index_masks),
+    "index-masks": ("index_masks.json", index_masks),
+    "index-peers": (f"{H100}/index_masks.json", index_peers),
     "sweep": ("sweep.json", beside_dense),
     "builds": ("builds.json", single_calls),
     "projected": ("earlier_systems.json", earlier_report.projected),

@@ -20,7 +20,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {  # which settings belong
     "quality-passkey": lambda s: s["task"] == "passkey",
 }
 NAMES = {  # of the models that are compared with each other, by the name of their runs
-    "query+local4+recency+mixed+barely+rows4+peak+explore+last": "per-query",
+    "query+local+recency+mixed+barely+rows4+peak+explore+last": "per-query",
     "taught+local4+recency+mixed+rows4+peak+explore+last+nearby": "per-key",
     "recommended": "per-key",
     "dense+recency+barely": "dense+",
@@ -50,6 +50,7 @@ def described(s: dict[str, Any]) -> str:
     if s["mask"] == "query":
         unit = "keys" if s["index_block"] == 1 else f"blocks of {s['index_block']} keys"
         words = [f"{unit} chosen by each query" + (", by their mean key" if s["index_pooled"] else ""), f"{s['local']} local"]
+        words += [f"{s['index_heads']} index heads"] if s["index_heads"] != 4 else []
         words += [f"among the best {s['lifetime_window']} of a bounded cache"] if s["lifetime_window"] else []
         words += ["one list for all heads"] if s["index_shared"] else []
         words += [f"lists of one layer in {s['index_layers']}"] if s.get("index_layers", 1) > 1 else []
@@ -84,10 +85,10 @@ def described(s: dict[str, Any]) -> str:
 
 
 def model_of(run: Run) -> str | None:
-    """The model of NAMES that a run trained, or None. Runs of ``per-key`` with other local heads than the layer recommends, a quarter of the
-    visible keys, are left out."""
+    """The model of NAMES that a run trained, or None. Runs of the two layers with other local heads than they recommend are left out."""
     name, s = NAMES.get(run["name"]), run["settings"]
-    return None if name == "per-key" and s["plain_local"] * 4 != s["visible"] else name
+    local_part = {"per-query": 2, "per-key": 4}.get(name or "")
+    return None if local_part and s["plain_local"] * local_part != s["visible"] else name
 
 
 def called(run: Run) -> str:

@@ -141,7 +141,7 @@ def pack_bits(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], mas
 
 
 def list_keys(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    """indices, lengths, page_table, sizes -> keys, counts."""
+    """indices, lengths, page_table, sizes -> rows, counts."""
     return one_by_one(call, info.batch_size, in_dims, inputs), (0, 0)
 
 

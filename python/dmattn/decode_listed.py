@@ -54,32 +54,51 @@ def _decode_listed(
     sizes = Sizes(batch, query_heads, kv_heads, queries, capacity, head_dim, query.dtype, query.device)
     if 0 in (batch, query_heads, capacity, key_cache.shape[0]):  # no rows to read
         return ops.decode(query, *cache, key_bias, sinks, True, scale, softcap)
-    keys, counts = ops.list_keys(
-        lists, lengths, page_table, pages, page_size, capacity, mask.block_size, mask.local, mask.sink_keys
-    )
-    heads = sizes.heads if keys.shape[1] not in (1, sizes.kv_heads) else sizes.kv_heads
-    keys, counts = (given.expand(-1, heads, *given.shape[2:]) for given in (keys, counts))
-    group = sizes.heads // heads
+    heads = kv_heads if lists.shape[1] in (1, kv_heads) else query_heads
+    group = query_heads // heads
 
     def as_sequences(given: Tensor) -> Tensor:
         """[B, H, T, x] as [B * heads * T, group, x]."""
         sequences: Tensor = given.unflatten(1, (heads, group)).transpose(2, 3).flatten(0, 2)
         return sequences
 
-    key, value, rows = _as_rows(cache, keys, sizes.kv_heads)
-    bias = None if key_bias is None else as_sequences(_bias_of(keys, key_bias, sizes))
+    def listed(table: Tensor | None, *steps: int) -> tuple[Tensor, Tensor]:
+        """Which row of a cache each key has, [B, heads, T, M], and how many there are, [B, heads, T]. A row is the page (the sequence), the
+        key head and the key's place times these steps."""
+        return ops.list_keys(
+            lists,
+            lengths,
+            table,
+            pages,
+            page_size,
+            capacity,
+            heads,
+            kv_heads,
+            *steps,
+            mask.block_size,
+            mask.local,
+            mask.sink_keys,
+        )
+
+    key, value, steps = _as_rows(cache)
+    rows, counts = listed(page_table, *steps)
+    bias = None
+    if key_bias is not None:
+        bias = as_sequences(_bias_of(listed(None, 0, 0, 1)[0], key_bias, sizes))
     out, lse = ops.decode(
         as_sequences(query)[:, :, None], key, value, counts.flatten(), rows.flatten(0, 2), bias, None, True, scale, softcap
     )
-    shape = (sizes.batch, heads, sizes.query_length, group)
-    lse = lse.view(shape).transpose(2, 3).flatten(1, 2)
-    placed = empty_in_order_of(query, out.shape[3]).copy_(out.view(*shape, -1).transpose(2, 3).flatten(1, 2))
+    if queries == 1:  # then all are in the query's order, and a step is so short that a launch counts
+        placed, lse = out.view(batch, query_heads, 1, -1), lse.view(batch, query_heads, 1)
+    else:
+        shape = (batch, heads, queries, group)
+        lse = lse.view(shape).transpose(2, 3).flatten(1, 2)
+        placed = empty_in_order_of(query, out.shape[3]).copy_(out.view(*shape, -1).transpose(2, 3).flatten(1, 2))
     return (placed if sinks is None else with_sinks(placed, lse, sinks, sizes)), lse
 
 
-def _as_rows(cache: Cache, keys: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Both caches as pages of one key, [rows, 1, 1, D or Dv], and which row is each key's, int32 like keys [B, heads, T, M]."""
-    device, (batch, heads) = keys.device, keys.shape[:2]
+def _as_rows(cache: Cache) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
+    """Both caches as pages of one key, [rows, 1, 1, D or Dv], and the rows from one page (sequence), key head and key to the next."""
     key, value, steps = cache.key, cache.value, _row_steps(cache.key)
     if steps is None or steps != _row_steps(value):
         key, value = key.contiguous(), value.contiguous()
@@ -87,20 +106,9 @@ def _as_rows(cache: Cache, keys: Tensor, kv_heads: int) -> tuple[Tensor, Tensor,
     count = 1 + (key.shape[0] - 1) * steps[0] + (key.shape[1] - 1) * steps[1] + (key.shape[2] - 1) * steps[2]
     if count >= MAX_ROWS:
         raise ValueError(f"key_cache: expected fewer than 2^31 rows with a mask, got {count}")
-    # The usual cache, in two launches: a step is so short that each of them counts.
-    if cache.page_table is None and heads == kv_heads and steps == (heads * steps[1], steps[1], 1) and steps[1] > 0:
-        first = torch.arange(0, batch * steps[0], steps[1], dtype=keys.dtype, device=device)
-        return _with_rows(key, count), _with_rows(value, count), keys + first.view(batch, heads, 1, 1)
-    head = (torch.arange(heads, device=device) * kv_heads // heads).view(-1, 1, 1)
-    sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-    if cache.page_table is None:
-        rows = sequence * steps[0] + head * steps[1] + keys * steps[2]
-    else:
-        size = key.shape[1]
-        inside = keys.clamp(min=0)
-        page = cache.page_table[sequence, inside // size].clamp(0, key.shape[0] - 1)
-        rows = page * steps[0] + inside % size * steps[1] + head * steps[2]
-    return _with_rows(key, count), _with_rows(value, count), rows.int()
+    if cache.page_table is not None:  # [pages, page_size, Hkv, D]
+        steps = (steps[0], steps[2], steps[1])
+    return _with_rows(key, count), _with_rows(value, count), steps
 
 
 def _with_rows(cache: Tensor, count: int) -> Tensor:

@@ -129,10 +129,10 @@ def index_loss(
 
 @fake
 def list_keys(
-    indices: Tensor, lengths: Tensor, capacity: int, index_block: int, index_local: int, index_sinks: int, **_: object
+    indices: Tensor, lengths: Tensor, capacity: int, heads: int, index_block: int, index_local: int, index_sinks: int, **_: object
 ) -> tuple[Tensor, Tensor]:
     beside = torch.sym_min(index_local, capacity) + torch.sym_min(index_sinks, capacity)
-    lists = (lengths.shape[0], *indices.shape[1:3])
+    lists = (lengths.shape[0], heads, indices.shape[2])
     most = torch.sym_min(indices.shape[3] * index_block + beside, capacity)
     return indices.new_empty((*lists, most)), indices.new_empty(lists)
 

@@ -61,8 +61,8 @@ def index_top_k(*inputs: Any) -> tuple[Tensor, Tensor]:
 def list_keys(*inputs: object) -> tuple[Tensor, Tensor]:
     """``torch.ops.dmattn.list_keys``, likewise, of integers."""
     op = torch.ops.dmattn.list_keys
-    keys, counts = op(*inputs) if _watched(inputs) else autograd.below_autograd(op, inputs)
-    return keys, counts
+    rows, counts = op(*inputs) if _watched(inputs) else autograd.below_autograd(op, inputs)
+    return rows, counts
 
 
 def decode(*inputs: object) -> tuple[Tensor, Tensor]:

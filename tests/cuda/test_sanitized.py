@@ -157,8 +157,8 @@ def test_list_keys(capacity, block):
     lists = torch.randint(-1, -(-capacity // block), (2, 3, 2, 17), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     lengths = torch.tensor([capacity, capacity // 3], dtype=torch.int32)
     table = torch.arange(2 * (capacity // 8), dtype=torch.int32).view(2, -1)
-    for pages in ((None, 0, 0), (table, table.numel(), 8)):
-        sizes = (*pages[1:], capacity, block, 9, 2)
+    for pages, steps in (((None, 0, 0), (3 * capacity, capacity, 1)), ((table, table.numel(), 8), (24, 1, 3))):
+        sizes = (*pages[1:], capacity, 3, 3, *steps, block, 9, 2)
         expected = torch.ops.dmattn.list_keys(lists, lengths, pages[0], *sizes)
         on_gpu = None if pages[0] is None else pages[0].cuda()
         for got, wanted in zip(torch.ops.dmattn.list_keys(lists.cuda(), lengths.cuda(), on_gpu, *sizes), expected, strict=True):

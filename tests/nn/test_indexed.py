@@ -153,14 +153,17 @@ def test_lists_go_to_the_next_layer_with_prompts_of_different_lengths(side):
     torch.testing.assert_close(one, each)
 
 
-def test_recommended_sizes_are_those_of_the_other_layer():
-    ours = IndexedAttention.recommended(64, 8, 32, num_kv_heads=4)
-    theirs = dmattn.nn.DynamicMaskAttention.recommended(64, 8, 32, num_kv_heads=4)
-    for name in ("window", "local", "local_heads"):
-        assert getattr(ours, name) == getattr(theirs, name)
-    assert (ours.window, ours.local, ours.local_heads, ours.partial_rotary_factor) == (48, 8, 2, 0.25)
+@pytest.mark.parametrize("kv_heads", [2, 3, 8])
+def test_heads_of_the_recommended_layer_see_so_many_keys_on_average(kv_heads):
+    layer = IndexedAttention.recommended(192, 24, 32, num_kv_heads=kv_heads)
+    assert (layer.local, layer.local_heads, layer.partial_rotary_factor) == (16, kv_heads // 2, 0.25)
+    seen = kv_heads * layer.local + (kv_heads - layer.local_heads) * layer.window
+    assert 31 < seen / kv_heads <= 32
+
+
+def test_the_recommended_window_is_of_whole_blocks():
     in_blocks = IndexedAttention.recommended(64, 8, 40, num_kv_heads=4, recipe=IndexRecipe(block_size=16))
-    assert (in_blocks.window, in_blocks.indexer.k) == (48, 3)
+    assert (in_blocks.window, in_blocks.indexer.k) == (32, 2)
     assert IndexedAttention.recommended(64, 8, 32, window=5).window == 5
 
 

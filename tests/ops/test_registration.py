@@ -148,11 +148,13 @@ def test_opcheck_index_loss(sizes, dtype):
 def test_opcheck_list_keys(size):
     entries, capacity = size
     lists, lengths = torch.full((1, 3, 2, entries), 5, dtype=torch.int32), torch.tensor([capacity, 0], dtype=torch.int32)
-    torch.library.opcheck(ops.list_keys.default, (lists, lengths, None, 0, 0, capacity, 4, 3, 1))
+    steps = (3, 3, 3 * capacity, capacity, 1)
+    torch.library.opcheck(ops.list_keys.default, (lists, lengths, None, 0, 0, capacity, *steps, 4, 3, 1))
     for page_size in (1, 8):
         table = torch.zeros(2, capacity // page_size, dtype=torch.int32)
         torch.library.opcheck(
-            ops.list_keys.default, (lists.expand(2, -1, -1, -1), lengths, table, 1, page_size, capacity, 1, 0, 0)
+            ops.list_keys.default,
+            (lists[:, :1].expand(2, -1, -1, -1), lengths, table, 1, page_size, capacity, 6, 3, 3 * page_size, 1, 3, 1, 0, 0),
         )
 
 

@@ -479,6 +479,13 @@ PAGE_TABLES = {  # results, and a line of the table
                            "backward_ms": 12.0}]},
         "| 4,096 tokens, 8 heads of 192 / 128 on 2, 1,024 keys in blocks of 16, skewed, deterministic | 2.50x, 1.50 ms | 0.50x, 12.0 ms |",
     ),
+    "index-peers": (
+        STAMP | {"rows": [{"lists": "skewed", "length": 4096, "heads": 8, "kv_heads": 2, "head_dim": 192, "value_dim": 128, "block": 16,
+                           "keys": 1024, "deterministic": False, "forward_speedup": 2.5, "forward_ms": 1.5, "backward_speedup": 0.5,
+                           "backward_ms": 12.0, "flex_forward_ms": 15.0, "flex_backward_ms": 24.0, "dense_forward_ms": 3.0,
+                           "dense_backward_ms": 6.0}]},
+        "| the same with FlexAttention | 0.20x, 15.0 ms | 0.25x, 24.0 ms |",
+    ),
     "sweep": (STAMP | {"rows": SWEEP}, "| 256, 1 | 0.50 | 2.00 | 1.50 | 6.00 |"),
     "builds": (
         STAMP | {"rows": [{"case": "length=4096 batch=4 window=410", "us": {"forward": 2e3, "backward": 4e3, "cudnn forward": 1e3}}]},

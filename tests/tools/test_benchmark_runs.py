@@ -435,25 +435,30 @@ def test_a_sweep_that_breaks_the_promise_ends_with_1(backward, status, verdict, 
         sweep.main()
 
 
-def test_doge_models_are_timed_and_wrong_logits_are_refused(monkeypatch, tmp_path):
-    pytest.importorskip("transformers")
+@pytest.mark.parametrize(("model", "peers"), [("doge", ["eager"]), ("deepseek_v32", ["sdpa", "eager"])])
+def test_models_are_timed_and_wrong_logits_are_refused(monkeypatch, tmp_path, model, peers):
+    transformers = pytest.importorskip("transformers")
+    if model == "deepseek_v32" and not hasattr(transformers, "DeepseekV32Config"):
+        pytest.skip("this release of transformers has no such model")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import doge
+    import models
 
     sizes = ["--width", "256", "--vocabulary", "512", "--window", "32", "--lengths", "64", "128", "--layers", "1", "--repeats", "1"]  # fmt: skip
-    path = tmp_path / "doge.json"
-    monkeypatch.setattr(sys, "argv", ["doge.py", "--device", "cpu", *sizes, "--output", str(path)])
-    doge.main()
+    path = tmp_path / "models.json"
+    monkeypatch.setattr(sys, "argv", ["models.py", "--model", model, "--device", "cpu", *sizes, "--output", str(path)])
+    models.main()
     rows = json.loads(path.read_text())["rows"]
-    assert [(row["name"], row["length"]) for row in rows] == [("dmattn", 64), ("dmattn", 128), ("eager", 64), ("eager", 128)]
+    assert [(row["name"], row["length"]) for row in rows] == [
+        (name, length) for name in ("dmattn", *peers) for length in (64, 128)
+    ]
     assert all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in rows)
 
-    right = doge.doge
+    right = models.built
     monkeypatch.setattr(
-        doge, "doge", lambda name, layers, window, *given: right(name, layers, window >> (name == "dmattn"), *given)
+        models, "built", lambda name, layers, window, *given: right(name, layers, window >> (name == "dmattn"), *given)
     )
     with pytest.raises(SystemExit, match="refused: dmattn's logits"):
-        doge.main()
+        models.main()
 
 
 # On a GPU -------------------------------------------------------------------------------------------------------------------------

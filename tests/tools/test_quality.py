@@ -161,8 +161,8 @@ def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options):
     """With the same weights and random queries `IndexedAttention` has the study's output and loss."""
     from quality_model import Attention
 
-    name = "query+local4+recency+mixed+barely+rows4+peak+explore+last"
-    s = quality.settings_of({"task": "text", "variant": name, **SMALL, "width": 64, "heads": 4, **options})
+    name = "query+local+recency+mixed+barely+rows4+peak+explore+last"
+    s = quality.settings_of({"task": "text", "variant": name, **SMALL, "width": 64, "heads": 4, "plain_local": 8, **options})
     measured = Attention(s)
     recipe = IndexRecipe(
         groups=1 if s.index_shared else "heads",
@@ -397,7 +397,10 @@ def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
     runs = [run(ours, 1, 9.0), run(ours, 1, 1.0), run(ours, 2, 2.0), run(dense, 1, 1.25), run("dense", 1, 5.0), run(sliding, 1, 7.0, visible=64),
             run(sliding, 1, 8.0) | {"complete": False}, run(ours, 3, 9.0, plain_local=64),
             run(sliding, 1, 1.75, length=32768, kv_heads=2, seconds=250) | {"tokens_per_second": 1234.5}]  # fmt: skip
-    for path, found in (("nvidia-h200/quality.jsonl", runs), ("another/quality.jsonl", [run(of_lists, 1, 0.75)])):
+    for path, found in (
+        ("nvidia-h200/quality.jsonl", runs),
+        ("another/quality.jsonl", [run(of_lists, 1, 0.75, plain_local=256), run(of_lists, 2, 9.0)]),
+    ):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_text("".join(json.dumps(quality_report.kept(one)) + "\n" for one in found))
     lines = report.table_of("models", tmp_path).splitlines()

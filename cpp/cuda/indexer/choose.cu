@@ -150,13 +150,17 @@ struct ReadAgain {
 template <int kWarps>
 struct Shared {
   static constexpr int kThreads = kWarps * 32, kBins = kThreads * 8 < 1024 ? kThreads * 8 : 1024;
-  static constexpr int kMostRanked = kWarps < 8 ? 64 * kWarps : 512;
+  static constexpr int kWords = kThreads * 8 < 2048 ? kThreads * 8 : 2048;  // their places are numbers of 16 bits
+  static constexpr int kMostRanked = kWarps < 8 ? 64 * kWarps : 512, kListed = 2 * kWords;
   union {
-    int counts[kBins];  // of a bin's numbers
-    int chosen[kBins];  // of the places in front of a word's
+    int counts[kBins];         // of a bin's numbers
+    uint16_t listed[kListed];  // places in order
   };
-  uint32_t words[kBins];  // a bit for each place
-  uint64_t ranked[kMostRanked];
+  union {
+    uint64_t ranked[kMostRanked];
+    uint16_t before[kWords];  // how many places are chosen in front of a word's
+  };
+  uint32_t words[kWords];  // a bit for each place
   uint32_t least[kWarps], most[kWarps];
   uint64_t cut;
   int of_warp[kWarps];
@@ -282,42 +286,45 @@ __device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& r
 }
 
 // The places of the numbers from the cut on, all below `places`, in ascending order, and then -1: a bit for each in shared
-// memory, for a part of the places at a time.
+// memory, for a part of the places at a time, says how many are in front of it. They are put in order there, too, so that
+// neighbours in the list are written by neighbours.
 template <int kWarps, class Numbers>
 __device__ __forceinline__ void write_list(Shared<kWarps>& s, const Numbers& row, uint64_t cut, int places, int top,
                                            int32_t* indices, float* scores) {
-  constexpr int kThreads = Shared<kWarps>::kThreads, kWords = Shared<kWarps>::kBins, kEach = kWords / kThreads;
+  using S = Shared<kWarps>;
+  constexpr int kThreads = S::kThreads, kWords = S::kWords, kEach = kWords / kThreads, kPlaces = 32 * kWords;
   const int thread = static_cast<int>(threadIdx.x);
   int written = 0;
-  for (int first = 0; first < places; first += 32 * kWords) {
+  for (int first = 0; first < places; first += kPlaces) {
+    // use(x, place) for the chosen numbers of this part.
+    const auto each_chosen = [&](auto use) {
+      row.each([&](Number x) {
+        const uint32_t place = static_cast<uint32_t>(x.place - first);
+        if (rank_of(x) >= cut && place < kPlaces) use(x, place);
+      });
+    };
 #pragma unroll
     for (int i = 0; i < kEach; ++i) s.words[thread + i * kThreads] = 0;
     __syncthreads();
-    row.each([&](Number x) {
-      const uint32_t place = static_cast<uint32_t>(x.place - first);
-      if (rank_of(x) >= cut && place < 32 * kWords) atomicOr(&s.words[place / 32], 1u << place % 32);
-    });
+    each_chosen([&](Number, uint32_t place) { atomicOr(&s.words[place / 32], 1u << place % 32); });
     __syncthreads();
-    uint32_t words[kEach];
-    int own = 0, total = 0;
+    int counts[kEach], own = 0, total = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) words[i] = s.words[thread * kEach + i], own += __popc(words[i]);
-    int to = written + sum_before(s, own, total);
-    if (scores) {
-      for (int i = 0, at = to; i < kEach; ++i) s.chosen[thread * kEach + i] = at, at += __popc(words[i]);
+    for (int i = 0; i < kEach; ++i) counts[i] = __popc(s.words[thread * kEach + i]), own += counts[i];
+    int before = sum_before(s, own, total);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) s.before[thread * kEach + i] = static_cast<uint16_t>(before), before += counts[i];
+    for (int begin = 0; begin < total; begin += S::kListed) {
       __syncthreads();
-      row.each([&](Number x) {
-        const uint32_t place = static_cast<uint32_t>(x.place - first);
-        if (rank_of(x) < cut || place >= 32 * kWords) return;
-        scores[s.chosen[place / 32] + __popc(s.words[place / 32] & ((1u << place % 32) - 1))] = score_of(x.score);
+      each_chosen([&](Number x, uint32_t place) {
+        const int at = s.before[place / 32] + __popc(s.words[place / 32] & ((1u << place % 32) - 1));
+        if (at < begin || at >= begin + S::kListed) return;
+        s.listed[at - begin] = static_cast<uint16_t>(place);
+        if (scores) scores[written + at] = score_of(x.score);
       });
-    }
-#pragma unroll
-    for (int i = 0; i < kEach; i += 2) {
-      const int place = first + (thread * kEach + i) * 32;
-      for (uint64_t left = static_cast<uint64_t>(words[i + 1]) << 32 | words[i]; left != 0; left &= left - 1) {
-        indices[to++] = place + __ffsll(static_cast<long long>(left)) - 1;
-      }
+      __syncthreads();
+      const int count = min(S::kListed, total - begin);
+      for (int i = thread; i < count; i += kThreads) indices[written + begin + i] = first + s.listed[i];
     }
     written += total;
     __syncthreads();
@@ -387,8 +394,10 @@ __device__ __forceinline__ void choose(Shared<kWarps>& s, const IndexCall& call,
              p.scores ? static_cast<float*>(p.scores) + list : nullptr);
 }
 
+// Finds its row again: what a function takes by reference is kept in local memory, for the other rows, too.
 template <int kWarps>
-__device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& call, const RowOfPart& own, int room) {
+__device__ __noinline__ void choose_again(Shared<kWarps>& s, const IndexCall& call, int room) {
+  const RowOfPart own(call);
   const ReadAgain read{call, own.at, own.query, static_cast<int>(own.at.offset) + own.query, own.in};
   choose<kWarps>(s, call, own, read, own.blocks, room);
 }
@@ -407,7 +416,7 @@ __global__ __launch_bounds__(kWarps * 32,
     if (!is_short && count <= capacity) {
       choose<kWarps>(s, call, own, ReadCandidates{call.candidates + own.number * capacity}, count, room);
     } else {
-      choose_again(s, call, own, room);
+      choose_again(s, call, room);
     }
   } else {
     choose<kWarps>(s, call, own, own.scores(call), own.blocks, room);
@@ -418,7 +427,7 @@ __global__ __launch_bounds__(kWarps * 32,
 template <int kWarps>
 cudaError_t launch_rows(void (*kernel)(IndexCall, int), KernelAttribute& known, const IndexCall& call, int64_t count,
                         cudaStream_t stream) {
-  constexpr int64_t kMostBytes = 80 << 10;  // beside two more such blocks
+  constexpr int64_t kMostBytes = 72 << 10;  // two blocks of 16 warps fit, with the rest of their shared memory
   const int room = static_cast<int>(std::min<int64_t>(count, kMostBytes / 8));
   const cudaError_t status = allow_shared_bytes(known, kernel, static_cast<int>(kMostBytes));
   if (status != cudaSuccess) return status;

@@ -1,4 +1,6 @@
-// The keys that lists show to queries of a decode step: a bit for each key in shared memory, and then the keys whose bit is set.
+// The keys that lists show to queries of a decode step: a bit for each key in shared memory, and then the rows of the keys whose
+// bit is set.
+#include "../common/dependent_launch.cuh"
 #include "../common/device.cuh"
 #include "../common/kernel_limits.cuh"
 #include "../launch.h"
@@ -19,10 +21,12 @@ __device__ __forceinline__ void set_bits(uint32_t* bits, int first, int last, in
   }
 }
 
-// lists [B|1, heads, T, K], lengths [B] -> keys [B, heads, T, M], counts [B, heads, T]. A block of threads for each list.
+// lists [B|1, heads|1, T, K], lengths [B] -> rows [B, heads, T, M], counts [B, heads, T]. A block of threads for each list.
 __global__ __launch_bounds__(kThreads) void list_keys_kernel(const __grid_constant__ ListKeysParams p) {
   __shared__ uint32_t bits[kRangeWords];
   __shared__ int of_warp[kWarps];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int64_t task = blockIdx.x;
   const int query = static_cast<int>(task % p.queries), head = static_cast<int>(task / p.queries % p.heads);
@@ -41,7 +45,7 @@ __global__ __launch_bounds__(kThreads) void list_keys_kernel(const __grid_consta
   const int end = is_bad || length == 0 ? 0 : max(0, length - static_cast<int>(p.queries) + query + 1);
   const int32_t* const list = static_cast<const int32_t*>(p.lists.data) + batch * p.lists.batch_stride +
                               head * p.lists.head_stride + query * p.row_stride;
-  int32_t* const keys = p.keys + task * p.most;
+  int32_t* const rows = p.rows + task * p.most;
   const int blocks = (end + (1 << p.log2_block) - 1) >> p.log2_block;
   int found = 0;
   for (int range = 0; range < end; range += kRangeKeys) {
@@ -78,20 +82,21 @@ __global__ __launch_bounds__(kThreads) void list_keys_kernel(const __grid_consta
       at += other < warp ? of_warp[other] : 0, total += of_warp[other];
     }
     for (int word = first_word; word < last_word; ++word) {
-      for (uint32_t left = bits[word]; left; left &= left - 1) keys[at++] = range + word * 32 + __ffs(static_cast<int>(left)) - 1;
+      for (uint32_t left = bits[word]; left; left &= left - 1) {
+        rows[at++] = cache_row(p, batch, head, range + word * 32 + __ffs(static_cast<int>(left)) - 1);
+      }
     }
     found += total;
     __syncthreads();
   }
-  for (int i = found + thread; i < most; i += kThreads) keys[i] = -1;
+  for (int i = found + thread; i < most; i += kThreads) rows[i] = -1;
   if (thread == 0) p.counts[task] = found;
 }
 
 }  // namespace
 
 cudaError_t launch_list_keys(const ListKeysParams& p, cudaStream_t stream) {
-  list_keys_kernel<<<grid_of(p.batch * p.heads * p.queries), kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch_dependent(list_keys_kernel, grid_of(p.batch * p.heads * p.queries), kThreads, 0, stream, p);
 }
 
 }  // namespace dmattn::cuda

@@ -168,9 +168,9 @@ class IndexedAttention(RotatedProjections):
     ) -> IndexedAttention:
         """The settings to begin with, for ``visible`` keys that a head sees on average.
 
-        Half of the key heads (rounded down where their number is odd) see the last ``visible / 4`` keys alone, the others these and the
-        ``3 / 2 * visible`` that the indexer chooses (fewer where the number is odd, or where that is no multiple of the recipe's
-        ``block_size``). Train it with ``with_index_loss=True``.
+        Half of the key heads (rounded down where their number is odd) see the last ``visible / 2`` keys alone, the others these and the
+        ``visible`` that the indexer chooses (fewer where the number is odd, or where that is no multiple of the recipe's ``block_size``).
+        Train it with ``with_index_loss=True``.
 
         Args:
             embed_dim, num_heads, num_kv_heads: as in the constructor; at least two key heads.
@@ -180,7 +180,7 @@ class IndexedAttention(RotatedProjections):
         Raises:
             TypeError, ValueError: as the constructor, or visible is no multiple of 4, or there is one key head alone.
         """
-        chosen, recipe = recommended_sizes(num_heads, num_kv_heads, visible), options.get("recipe")
+        chosen, recipe = recommended_sizes(num_heads, num_kv_heads, visible, local_part=2), options.get("recipe")
         if isinstance(recipe, IndexRecipe):
             checks.positive_int("block_size", recipe.block_size)
             chosen["window"] -= chosen["window"] % recipe.block_size

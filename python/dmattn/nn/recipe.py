@@ -120,8 +120,8 @@ def _check_common(recipe: ScoreRecipe | IndexRecipe) -> None:
     checks.number("last", recipe.last, low=0.0, high=1.0)
 
 
-def recommended_sizes(num_heads: int, num_kv_heads: int | None, visible: int) -> dict[str, int]:
-    """window and local of layers with ``local_heads="half"`` whose heads see ``visible`` keys on average."""
+def recommended_sizes(num_heads: int, num_kv_heads: int | None, visible: int, local_part: int) -> dict[str, int]:
+    """window and local of layers with ``local_heads="half"`` whose heads see ``visible`` keys on average; local is visible / local_part."""
     heads = num_heads if num_kv_heads is None else num_kv_heads
     checks.positive_int("visible", visible)
     checks.positive_int("num_heads" if num_kv_heads is None else "num_kv_heads", heads)
@@ -129,5 +129,5 @@ def recommended_sizes(num_heads: int, num_kv_heads: int | None, visible: int) ->
         raise ValueError(f"visible: expected a multiple of 4, got {visible}")
     if heads < 2:
         raise ValueError(f"num_kv_heads: expected at least 2, half of which see the last keys alone, got {heads}")
-    local, selecting = visible // 4, heads - heads // 2
+    local, selecting = visible // local_part, heads - heads // 2
     return {"window": (visible - local) * heads // selecting, "local": local}
