@@ -21,7 +21,8 @@ __device__ __forceinline__ void set_bits(uint32_t* bits, int first, int last, in
   }
 }
 
-// lists [B|1, heads|1, T, K], lengths [B] -> rows [B, heads, T, M], counts [B, heads, T]. A block of threads for each list.
+// lists [B|1, heads|1, T, K], lengths [B] -> rows [B, heads, T, M], counts [B, heads, T]. A block of threads for each query of
+// each head.
 __global__ __launch_bounds__(kThreads) void list_keys_kernel(const __grid_constant__ ListKeysParams p) {
   __shared__ uint32_t bits[kRangeWords];
   __shared__ int of_warp[kWarps];
