@@ -151,10 +151,21 @@ def test_index_loss(keys, block, is_pooled, way):
             torch.testing.assert_close(got.cpu().bfloat16(), wanted.bfloat16())
 
 
+@pytest.mark.parametrize("kind", ["random", "ascending", "with holes", "among sinks", "among local keys"])
 @pytest.mark.parametrize("capacity", [40, 3000, 300_000])
-@pytest.mark.parametrize("block", [1, 64])
-def test_list_keys(capacity, block):
+@pytest.mark.parametrize("block", [1, 2, 64])
+def test_list_keys(capacity, block, kind):
     lists = torch.randint(-1, -(-capacity // block), (2, 3, 2, 17), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    if kind != "random":  # as an indexer makes them, between two sinks and nine local keys of the shorter sequence
+        lists = torch.arange(17, dtype=torch.int32).mul(max(1, capacity // 3 // block // 24)).add(2).expand(2, 3, 2, 17).clone()
+        lists[..., lists.amax((0, 1, 2)) * block + block + 11 > capacity // 3] = -1
+        lists[..., -2:] = -1
+        if kind == "with holes":
+            lists[:, :, 1, 1] = -1
+        if kind == "among sinks":
+            lists[:, :, 1, 0] = 0
+        if kind == "among local keys":
+            lists[:, :, 1, 1] = (capacity // 3 - 5) // block
     lengths = torch.tensor([capacity, capacity // 3], dtype=torch.int32)
     table = torch.arange(2 * (capacity // 8), dtype=torch.int32).view(2, -1)
     for pages, steps in (((None, 0, 0), (3 * capacity, capacity, 1)), ((table, table.numel(), 8), (24, 1, 3))):

@@ -1,5 +1,5 @@
 // The keys that lists show to queries of a decode step: a bit for each key in shared memory, and then the rows of the keys whose
-// bit is set.
+// bit is set. Lists as an indexer makes them, ascending between sinks and local window, need no bits.
 #include "../common/dependent_launch.cuh"
 #include "../common/device.cuh"
 #include "../common/kernel_limits.cuh"
@@ -19,6 +19,27 @@ __device__ __forceinline__ void set_bits(uint32_t* bits, int first, int last, in
     const int low = max(first - word * 32, 0), high = min(last - word * 32, 32);
     if (low < high) atomicOr(bits + word, (high == 32 ? 0xffffffffu : (1u << high) - 1) & (0xffffffffu << low));
   }
+}
+
+// Are all entries of a list ascending, behind the sinks and before the local keys, and then -1? count: of those before. All
+// threads of the block ask together.
+__device__ __forceinline__ bool is_ascending(const int32_t* list, int entries, int log2_block, int sinks, int recent,
+                                             int& shared_count, int& count) {
+  if (threadIdx.x == 0) shared_count = entries;
+  __syncthreads();
+  bool holds = true;
+  for (int i = static_cast<int>(threadIdx.x); i < entries; i += kThreads) {
+    const int entry = list[i], before = i > 0 ? list[i - 1] : -1;
+    if (entry >= 0) {
+      const bool follows = entry > before && (i == 0 || before >= 0);
+      holds = holds && follows && entry >= (sinks + (1 << log2_block) - 1) >> log2_block && entry < recent >> log2_block;
+    } else if (i == 0 || before >= 0) {
+      atomicMin(&shared_count, i);
+    }
+  }
+  holds = __syncthreads_and(holds) != 0;
+  count = shared_count;
+  return holds;
 }
 
 // lists [B|1, heads|1, T, K], lengths [B] -> rows [B, heads, T, M], counts [B, heads, T]. A block of threads for each list.
@@ -46,6 +67,19 @@ __global__ __launch_bounds__(kThreads) void list_keys_kernel(const __grid_consta
   const int32_t* const list = static_cast<const int32_t*>(p.lists.data) + batch * p.lists.batch_stride +
                               head * p.lists.head_stride + query * p.row_stride;
   int32_t* const rows = p.rows + task * p.most;
+  const int sinks = min(p.sinks, end), recent = max(sinks, end - p.local);
+  __shared__ int listed_count;
+  if (int listed; is_ascending(list, static_cast<int>(p.entries), p.log2_block, sinks, recent, listed_count, listed)) {
+    listed <<= p.log2_block;
+    const int total = sinks + listed + end - recent;
+    for (int i = thread; i < most; i += kThreads) {
+      const int at = i - sinks, block_key = at & ((1 << p.log2_block) - 1);
+      const int key = at < 0 ? i : at < listed ? (list[at >> p.log2_block] << p.log2_block) + block_key : recent + at - listed;
+      rows[i] = i < total ? cache_row(p, batch, head, key) : -1;
+    }
+    if (thread == 0) p.counts[task] = total;
+    return;
+  }
   const int blocks = (end + (1 << p.log2_block) - 1) >> p.log2_block;
   int found = 0;
   for (int range = 0; range < end; range += kRangeKeys) {
