@@ -20,27 +20,34 @@ int64_t length_of(const ListKeysParams& p, int64_t batch) {
 }
 
 void list_keys(const ListKeysParams& p) {
-  for_each_task(p.batch * p.heads * p.queries, [&](int64_t task, int64_t) {
-    const int64_t query = task % p.queries, head = task / p.queries % p.heads, batch = task / p.queries / p.heads;
+  const int64_t sharing = p.lists.head_stride == 0 ? std::max<int64_t>(1, p.heads) : 1,
+                lists = p.heads / sharing;  // heads that share a list
+  for_each_task(p.batch * lists * p.queries, [&](int64_t task, int64_t) {
+    const int64_t query = task % p.queries, first_head = task / p.queries % lists * sharing, batch = task / p.queries / lists;
     const int64_t length = length_of(p, batch), end = std::max<int64_t>(0, length == 0 ? 0 : length - p.queries + query + 1);
     std::vector<bool> is_seen(static_cast<size_t>(end));
     const auto mark = [&](int64_t first, int64_t last) {
       for (int64_t key = std::max<int64_t>(0, first); key < std::min(last, end); ++key) is_seen[static_cast<size_t>(key)] = true;
     };
     const int32_t* const list = static_cast<const int32_t*>(p.lists.data) + batch * p.lists.batch_stride +
-                                head * p.lists.head_stride + query * p.row_stride;
+                                first_head * p.lists.head_stride + query * p.row_stride;
     for (int64_t i = 0; i < p.entries; ++i) {
       const int64_t first = int64_t{list[i]} << p.log2_block;
       if (list[i] >= 0) mark(first, first + (int64_t{1} << p.log2_block));
     }
     mark(end - p.local, end), mark(0, p.sinks);
-    int32_t* const rows = p.rows + task * p.most;
-    int64_t found = 0;
+    std::vector<int32_t> keys;
+    keys.reserve(static_cast<size_t>(std::min(p.most, end)));
     for (int64_t key = 0; key < end; ++key) {
-      if (is_seen[static_cast<size_t>(key)]) rows[found++] = cache_row(p, batch, head, static_cast<int32_t>(key));
+      if (is_seen[static_cast<size_t>(key)]) keys.push_back(static_cast<int32_t>(key));
     }
-    std::fill(rows + found, rows + p.most, -1);
-    p.counts[task] = static_cast<int32_t>(found);
+    for (int64_t head = first_head; head < first_head + sharing; ++head) {
+      const int64_t place = (batch * p.heads + head) * p.queries + query;
+      int32_t* const rows = p.rows + place * p.most;
+      std::fill(std::transform(keys.begin(), keys.end(), rows, [&](int32_t key) { return cache_row(p, batch, head, key); }),
+                rows + p.most, -1);
+      p.counts[place] = static_cast<int32_t>(keys.size());
+    }
   });
 }
 
