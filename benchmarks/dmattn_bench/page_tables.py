@@ -151,30 +151,35 @@ def reductions(result: Row) -> str:
     return markdown(titles, lines, texts=1)
 
 
+def index_case(row: Row) -> str:
+    size = f"{row['head_dim']}" + (f" / {row['value_dim']}" if row["value_dim"] != row["head_dim"] else "")
+    heads = f"{row['heads']} heads of {size}" + (f" on {row['kv_heads']}" if row["kv_heads"] != row["heads"] else "")
+    kind = "single keys" if row["block"] == 1 else f"keys in blocks of {row['block']}"
+    keys = "every key" if row["lists"] == "all" else f"{row['keys']:,} {kind}, {row['lists']}"
+    return f"{row['length']:,} tokens, {heads}, {keys}" + (", deterministic" if row["deterministic"] else "")
+
+
 def index_masks(result: Row) -> str:
-    """Of benchmarks/index_masks.py: whole eager calls, over a dense causal call of cuDNN, and those of peers where they were timed."""
-    lines = []
-    for row in sorted(result["rows"], key=lambda row: (row["lists"] == "random", row["length"], row["heads"])):
-        size = f"{row['head_dim']}" + (f" / {row['value_dim']}" if row["value_dim"] != row["head_dim"] else "")
-        heads = f"{row['heads']} heads of {size}" + (f" on {row['kv_heads']}" if row["kv_heads"] != row["heads"] else "")
-        kind = "single keys" if row["block"] == 1 else f"keys in blocks of {row['block']}"
-        keys = "every key" if row["lists"] == "all" else f"{row['keys']:,} {kind}, {row['lists']}"
-        words = f"{row['length']:,} tokens, {heads}, {keys}" + ", deterministic" * row["deterministic"]
-        ways = ("forward", "backward")
-        lines.append([words, *(f"{ratio(row[f'{way}_speedup'])}, {duration(row[f'{way}_ms'] / 1e3)}" for way in ways)])
-        for name, title in (("flex", "FlexAttention"), ("fla", "flash-linear-attention")):
-            if f"{name}_forward_ms" in row:
-                times = (row[f"{name}_{way}_ms"] / 1e3 for way in ways)
-                dense = (row[f"dense_{way}_ms"] / 1e3 for way in ways)
-                lines.append(
-                    [f"the same with {title}", *(f"{ratio(x / y)}, {duration(y)}" for x, y in zip(dense, times, strict=True))]
-                )
+    """Of benchmarks/index_masks.py: whole eager calls, over a dense causal call of cuDNN."""
+    rows = sorted(result["rows"], key=lambda row: (row["lists"] == "random", row["length"], row["heads"]))
+    lines = [
+        [
+            index_case(row),
+            *(f"{ratio(row[f'{way}_speedup'])}, {duration(row[f'{way}_ms'] / 1e3)}" for way in ("forward", "backward")),
+        ]
+        for row in rows
+    ]
     return markdown(["case, bfloat16", "forward", "backward"], lines, texts=1)
 
 
 def index_peers(result: Row) -> str:
     """Of those the cases that peers were timed in."""
-    return index_masks({"rows": [row for row in result["rows"] if "flex_forward_ms" in row]})
+    lines = [
+        [index_case(row), *(plain_ratio(row[f"dense_{way}_ms"] / row[f"{name}{way}_ms"]) if f"{name}{way}_ms" in row else "-"
+                            for way in ("forward", "backward") for name in ("", "flex_", "fla_"))]
+        for row in result["rows"] if "flex_forward_ms" in row
+    ]  # fmt: skip
+    return markdown(["case", "forward", "FlexAttention", "fla", "backward", "FlexAttention", "fla"], lines, texts=1)
 
 
 def share_of(row: Row) -> str:

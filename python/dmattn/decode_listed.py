@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dmattn import ops, sharding
 from dmattn.autograd import refuse_gradients
-from dmattn.fake import empty_in_order_of
+from dmattn.fake import in_order_of
 from dmattn.masks import IndexMask
 from dmattn.masks.heads import repeat_heads, with_rank
 from dmattn.sinks import with_sinks
@@ -88,26 +88,40 @@ def _decode_listed(
     out, lse = ops.decode(
         as_sequences(query)[:, :, None], key, value, counts.flatten(), rows.flatten(0, 2), bias, None, True, scale, softcap
     )
-    if queries == 1:  # then all are in the query's order, and a step is so short that a launch counts
-        placed, lse = out.view(batch, query_heads, 1, -1), lse.view(batch, query_heads, 1)
-    else:
-        shape = (batch, heads, queries, group)
-        lse = lse.view(shape).transpose(2, 3).flatten(1, 2)
-        placed = empty_in_order_of(query, out.shape[3]).copy_(out.view(*shape, -1).transpose(2, 3).flatten(1, 2))
-    return (placed if sinks is None else with_sinks(placed, lse, sinks, sizes)), lse
+    shape = (batch, heads, queries, group)
+    out, lse = (x.view(*shape, *x.shape[3:]).transpose(2, 3).flatten(1, 2) for x in (out, lse[..., 0]))
+    return in_order_of(query, out if sinks is None else with_sinks(out, lse, sinks, sizes)), lse
 
 
 def _as_rows(cache: Cache) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
     """Both caches as pages of one key, [rows, 1, 1, D or Dv], and the rows from one page (sequence), key head and key to the next."""
-    key, value, steps = cache.key, cache.value, _row_steps(cache.key)
+    if ops._watched(cache):
+        key, value, steps = _reshaped(cache.key, cache.value)
+    else:
+        key, value, steps = _as_they_lie(cache.key, cache.value)
+    if cache.page_table is not None:  # [pages, page_size, Hkv, D]
+        steps = (steps[0], steps[2], steps[1])
+    return key, value, steps
+
+
+def _reshaped(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
+    """For programs that are recorded: other tensors may lie in memory differently from those of the recording. Copies what is no view."""
+    inner, is_swapped = key.shape[1] * key.shape[2], bool(key.stride(1) < key.stride(2))
+    steps = (inner, 1, key.shape[1]) if is_swapped else (inner, key.shape[2], 1)
+    if is_swapped:
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+    return key.reshape(-1, 1, 1, key.shape[3]), value.reshape(-1, 1, 1, value.shape[3]), steps
+
+
+def _as_they_lie(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
+    """Without a copy, unless the rows of key and value lie differently."""
+    steps = _row_steps(key)
     if steps is None or steps != _row_steps(value):
         key, value = key.contiguous(), value.contiguous()
         steps = (key.shape[1] * key.shape[2], key.shape[2], 1)
     count = 1 + (key.shape[0] - 1) * steps[0] + (key.shape[1] - 1) * steps[1] + (key.shape[2] - 1) * steps[2]
     if count >= MAX_ROWS:
         raise ValueError(f"key_cache: expected fewer than 2^31 rows with a mask, got {count}")
-    if cache.page_table is not None:  # [pages, page_size, Hkv, D]
-        steps = (steps[0], steps[2], steps[1])
     return _with_rows(key, count), _with_rows(value, count), steps
 
 

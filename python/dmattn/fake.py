@@ -42,12 +42,24 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_in_order_of(like: Tensor, width: int) -> Tensor:
-    """An empty [B, heads, S, width] whose dimensions lie in memory in the order of ``like``'s: the rule of cpp/tensors.h."""
-    order = [0, 1, 2]  # outermost first
+def _order_of(like: Tensor) -> list[int]:
+    """The first three dimensions, the one whose neighbours are farthest apart in memory first: the rule of cpp/tensors.h."""
+    order = [0, 1, 2]
     for a, b in ((0, 1), (1, 2), (0, 1)):
         if like.stride(order[a]) < like.stride(order[b]):
             order[a], order[b] = order[b], order[a]
+    return order
+
+
+def in_order_of(like: Tensor, given: Tensor) -> Tensor:
+    """``given`` [B, heads, S, width], its dimensions in memory in the order of ``like``'s; copied where they are not."""
+    order = _order_of(like)
+    return given.permute(*order, 3).contiguous().permute(*(order.index(axis) for axis in range(3)), 3)
+
+
+def empty_in_order_of(like: Tensor, width: int) -> Tensor:
+    """An empty [B, heads, S, width] whose dimensions lie in memory in the order of ``like``'s."""
+    order = _order_of(like)
     strides: list[int] = [0, 0, 0, 1]
     step = width
     for axis in reversed(order):

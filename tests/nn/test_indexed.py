@@ -165,6 +165,8 @@ def test_the_recommended_window_is_of_whole_blocks():
     in_blocks = IndexedAttention.recommended(64, 8, 40, num_kv_heads=4, recipe=IndexRecipe(block_size=16))
     assert (in_blocks.window, in_blocks.indexer.k) == (32, 2)
     assert IndexedAttention.recommended(64, 8, 32, window=5).window == 5
+    with pytest.raises(ValueError, match="visible: expected enough for a block of 16 keys that is chosen, got 8"):
+        IndexedAttention.recommended(32, 4, 8, recipe=IndexRecipe(block_size=16))
 
 
 # What teaches it ----------------------------------------------------------------------------------------------------------------------

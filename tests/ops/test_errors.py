@@ -9,7 +9,7 @@ import dmattn
 import pytest
 import torch
 from dmattn import BlockMask, IndexMask, IntervalMask
-from dmattn.nn import DynamicMaskAttention, ScoreRecipe, WindowSchedule, rotate, score_loss
+from dmattn.nn import DynamicMaskAttention, IndexedAttention, ScoreRecipe, WindowSchedule, rotate, score_loss
 from dmattn.testing import strategies
 from strange import BLOCK, assert_taken_or_refused
 
@@ -246,6 +246,7 @@ PUBLIC = {
     "score loss first head -1": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), first_head=-1), ValueError, "first_head: expected"),
     "score loss first head 1.0": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), first_head=1.0), TypeError, "first_head: expected"),
     "recommended odd": (lambda: DynamicMaskAttention.recommended(64, 4, 30), ValueError, "visible: expected a multiple of 4, got 30"),
+    "recommended too many": (lambda: IndexedAttention.recommended(64, 4, 2**21), ValueError, "visible: expected 0 <= visible <= 1048576, got 2097152"),
     "recommended one key head": (lambda: DynamicMaskAttention.recommended(64, 4, 32, num_kv_heads=1), ValueError, "num_kv_heads: expected at least 2"),
     "recommended no number": (lambda: DynamicMaskAttention.recommended(64, 4, None), TypeError, "visible: expected a positive int, got NoneType"),
     "score loss scores": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 6)), ValueError, "scores: expected [B, Hkv, S] = [1, 2, 5], got [1, 2, 6]"),

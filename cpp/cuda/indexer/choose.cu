@@ -19,7 +19,7 @@ struct Number {
   int place;
 };
 
-// 0 is positive, so that scores that are equal have the same bits.
+// -0 becomes +0, so that equal scores have equal bits; NaN is no score.
 __device__ __forceinline__ uint32_t in_order(float score) {
   const uint32_t bits = __float_as_uint(score + 0.0f);
   return score > negative_infinity() ? (bits & 0x80000000u ? ~bits : bits | 0x80000000u) : 0;
@@ -188,7 +188,7 @@ __device__ __forceinline__ int sum_before(Shared<kWarps>& s, int own, int& total
   return before;
 }
 
-// The bin that holds the `wanted`-th best number, the last bin's being the best, and the how manieth of its numbers that is.
+// The bin that holds the `wanted`-th best number, the last bin's being the best, and its rank within that bin.
 template <int kWarps>
 __device__ __forceinline__ void find_bin(Shared<kWarps>& s, int wanted) {
   constexpr int kBins = Shared<kWarps>::kBins, kEach = kBins / Shared<kWarps>::kThreads;
@@ -236,8 +236,8 @@ __device__ __forceinline__ int narrow(Shared<kWarps>& s, const Numbers& row, Ran
   }
 }
 
-// The least rank that is chosen, which is that of the `wanted`-th best, or may choose `spare` more; kAll where there are no more
-// numbers than wanted.
+// The least rank that is chosen: that of the `wanted`-th best, or a lower one that admits at most `spare` more; kAll where there
+// are no more numbers than wanted.
 template <int kWarps, class Numbers>
 __device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& row, int wanted, int spare) {
   constexpr int kThreads = Shared<kWarps>::kThreads, kMostRanked = Shared<kWarps>::kMostRanked;
@@ -246,7 +246,7 @@ __device__ __forceinline__ uint64_t find_cut(Shared<kWarps>& s, const Numbers& r
   int own = 0, count = 0;
   row.each_first([&](Number x) {
     range.most = max(range.most, x.score);
-    range.least = min(range.least, x.score - 1);  // of no score the greatest
+    range.least = min(range.least, x.score - 1);  // 0, no score, becomes the greatest
     own += x.score != 0;
   });
   range.least = __reduce_min_sync(0xffffffffu, range.least), range.most = __reduce_max_sync(0xffffffffu, range.most);
@@ -412,6 +412,7 @@ __global__ __launch_bounds__(kWarps * 32,
   if (!own.is_real) return;
   if constexpr (kSampled) {
     const int count = call.counts[own.number], capacity = static_cast<int>(call.sample.capacity);
+    // is_short: the bound let too few through
     const bool is_short = count < call.p.top && call.bounds[own.number].score > kLeast;
     if (!is_short && count <= capacity) {
       choose<kWarps>(s, call, own, ReadCandidates{call.candidates + own.number * capacity}, count, room);
@@ -423,7 +424,7 @@ __global__ __launch_bounds__(kWarps * 32,
   }
 }
 
-// Launches a kernel with a block of threads for each row of `count` numbers: kernel(warps) gives it.
+// Launches a kernel with a block of threads for each row, and shared memory for `count` numbers, as far as there is room.
 template <int kWarps>
 cudaError_t launch_rows(void (*kernel)(IndexCall, int), KernelAttribute& known, const IndexCall& call, int64_t count,
                         cudaStream_t stream) {

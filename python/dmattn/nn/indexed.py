@@ -65,7 +65,7 @@ class IndexedAttention(RotatedProjections):
     and train it with ``out, loss = layer(hidden, with_index_loss=True)``: the indexer learns from the loss alone, which needs no weight.
 
     With ``lifetime_window=W`` the cache is bounded, too. As in :class:`DynamicMaskAttention`, ``lifetime_proj`` gives every key a score in each
-    head, to which the head's recency is added, and a key dies when W later or better ones are older than ``local``
+    head, to which the head's recency is added, and a key dies when W better ones (of equal ones, the later) are older than ``local``
     (:meth:`IntervalMask.top_k`). Each query then chooses its ``window`` keys among those that live. So a head that selects keeps W keys, the
     local ones and the sinks, with their index keys, however long the sequence is. The loss is the sum of two, which teach different weights: the
     indexer's, over the keys that live, and :func:`score_loss` of the lifetimes, over all keys.
@@ -178,12 +178,16 @@ class IndexedAttention(RotatedProjections):
             options: any others of the constructor; they take the place of what is recommended.
 
         Raises:
-            TypeError, ValueError: as the constructor, or visible is no multiple of 4, or there is one key head alone.
+            TypeError, ValueError: as the constructor, or visible is no multiple of 4 or too small for a block, or there is one key head alone.
         """
         chosen, recipe = recommended_sizes(num_heads, num_kv_heads, visible, local_part=2), options.get("recipe")
         if isinstance(recipe, IndexRecipe):
             checks.positive_int("block_size", recipe.block_size)
             chosen["window"] -= chosen["window"] % recipe.block_size
+            if chosen["window"] == 0:
+                raise ValueError(
+                    f"visible: expected enough for a block of {recipe.block_size} keys that is chosen, got {visible}"
+                )
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
 
     # The whole sequence -----------------------------------------------------------------------------------------------------------

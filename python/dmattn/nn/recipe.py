@@ -124,6 +124,7 @@ def recommended_sizes(num_heads: int, num_kv_heads: int | None, visible: int, lo
     """window and local of layers with ``local_heads="half"`` whose heads see ``visible`` keys on average; local is visible / local_part."""
     heads = num_heads if num_kv_heads is None else num_kv_heads
     checks.positive_int("visible", visible)
+    checks.length("visible", visible)
     checks.positive_int("num_heads" if num_kv_heads is None else "num_kv_heads", heads)
     if visible % 4:
         raise ValueError(f"visible: expected a multiple of 4, got {visible}")
