@@ -42,7 +42,8 @@ __device__ __forceinline__ bool is_ascending(const int32_t* list, int entries, i
   return holds;
 }
 
-// lists [B|1, heads|1, T, K], lengths [B] -> rows [B, heads, T, M], counts [B, heads, T]. A block of threads for each query of each head.
+// lists [B|1, heads|1, T, K], lengths [B] -> rows [B, heads, T, M], counts [B, heads, T]. A block of threads for each query of
+// each head.
 __global__ __launch_bounds__(kThreads) void list_keys_kernel(const __grid_constant__ ListKeysParams p) {
   __shared__ uint32_t bits[kRangeWords];
   __shared__ int of_warp[kWarps];
