@@ -60,6 +60,8 @@ def deepseek_v32(layers: int, window: int, options: argparse.Namespace) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
+    """How models of one kind are made, and what they are timed with."""
+
     build: Callable[[int, int, argparse.Namespace], Any]  # layers, keys that a query sees, options
     enable: Callable[[Any], Any]
     peers: tuple[str, ...]  # implementations of attention

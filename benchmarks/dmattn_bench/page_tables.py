@@ -19,6 +19,7 @@ from dmattn_bench.tables import duration, markdown, plain_ratio, ratio
 MACHINE = "nvidia-h200"
 PREDICTED = (("dma", "32768, window 1024, D=128"), ("dma", "4096, window 410, D=128"))  # groups and cases
 H100 = "nvidia-h100-80gb-hbm3"
+FLA = "flash-linear-attention"
 Row = dict[str, Any]
 
 
@@ -126,7 +127,7 @@ def training_steps(result: Row) -> str:
 
 
 def doge(result: Row) -> str:
-    """Of benchmarks/doge.py: forward and backward, and peak memory."""
+    """Of benchmarks/models.py --model doge: forward and backward, and peak memory."""
     found: dict[int, dict[str, Row]] = {}
     for row in result["rows"]:
         found.setdefault(row["length"], {})[row["name"]] = row
@@ -152,6 +153,7 @@ def reductions(result: Row) -> str:
 
 
 def index_case(row: Row) -> str:
+    """A case of benchmarks/index_masks.py in words."""
     size = f"{row['head_dim']}" + (f" / {row['value_dim']}" if row["value_dim"] != row["head_dim"] else "")
     heads = f"{row['heads']} heads of {size}" + (f" on {row['kv_heads']}" if row["kv_heads"] != row["heads"] else "")
     kind = "single keys" if row["block"] == 1 else f"keys in blocks of {row['block']}"
@@ -173,13 +175,13 @@ def index_masks(result: Row) -> str:
 
 
 def index_peers(result: Row) -> str:
-    """Of those the cases that peers were timed in."""
+    """The cases of benchmarks/index_masks.py that were timed with peers: speedups over the same dense call."""
     lines = [
         [index_case(row), *(plain_ratio(row[f"dense_{way}_ms"] / row[f"{name}{way}_ms"]) if f"{name}{way}_ms" in row else "-"
                             for way in ("forward", "backward") for name in ("", "flex_", "fla_"))]
         for row in result["rows"] if "flex_forward_ms" in row
     ]  # fmt: skip
-    return markdown(["case", "forward", "FlexAttention", "fla", "backward", "FlexAttention", "fla"], lines, texts=1)
+    return markdown(["case", "forward: dmattn", "FlexAttention", FLA, "backward: dmattn", "FlexAttention", FLA], lines, texts=1)
 
 
 def share_of(row: Row) -> str:

@@ -63,7 +63,8 @@ def decode_attention(
             max_pages * page_size. A number that is out of range is no wrong access: if a key below ``lengths[b]`` would lie there, all of
             sequence b is empty, 0 with lse = -inf.
         mask: an :class:`IndexMask` for the T queries: each sees those of its keys that are listed, in its local window or among the sinks, and
-            no others are read. Entries count a sequence's keys from its first one, with a page_table, too.
+            no others are read. Entries count a sequence's keys from its first one, with a page_table, too. Compiled, traced and exported
+            programs copy a cache that is a part of a larger tensor.
         sinks: [H], learned logits that only take weight: exp(sinks[h]) is added to the denominator. lse leaves them out.
         scale: factor of the products, default D ** -0.5.
         softcap: if > 0, products become ``softcap * tanh(s / softcap)`` before biases are added.

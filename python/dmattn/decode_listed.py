@@ -65,20 +65,8 @@ def _decode_listed(
     def listed(table: Tensor | None, *steps: int) -> tuple[Tensor, Tensor]:
         """Which row of a cache each key has, [B, heads, T, M], and how many there are, [B, heads, T]. A row is the page (the sequence), the
         key head and the key's place times these steps."""
-        return ops.list_keys(
-            lists,
-            lengths,
-            table,
-            pages,
-            page_size,
-            capacity,
-            heads,
-            kv_heads,
-            *steps,
-            mask.block_size,
-            mask.local,
-            mask.sink_keys,
-        )
+        shown = mask.block_size, mask.local, mask.sink_keys
+        return ops.list_keys(lists, lengths, table, pages, page_size, capacity, heads, kv_heads, *steps, *shown)
 
     key, value, steps = _as_rows(cache)
     rows, counts = listed(page_table, *steps)
@@ -99,13 +87,15 @@ def _as_rows(cache: Cache) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
         key, value, steps = _reshaped(cache.key, cache.value)
     else:
         key, value, steps = _as_they_lie(cache.key, cache.value)
+    if key.shape[0] >= MAX_ROWS:
+        raise ValueError(f"key_cache: expected fewer than 2^31 rows with a mask, got {key.shape[0]}")
     if cache.page_table is not None:  # [pages, page_size, Hkv, D]
         steps = (steps[0], steps[2], steps[1])
     return key, value, steps
 
 
 def _reshaped(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
-    """For programs that are recorded: other tensors may lie in memory differently from those of the recording. Copies what is no view."""
+    """For programs that are recorded, whose later inputs may have other strides. Copies a cache that cannot be viewed as rows."""
     inner, is_swapped = key.shape[1] * key.shape[2], bool(key.stride(1) < key.stride(2))
     steps = (inner, 1, key.shape[1]) if is_swapped else (inner, key.shape[2], 1)
     if is_swapped:
@@ -114,14 +104,12 @@ def _reshaped(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[int, in
 
 
 def _as_they_lie(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
-    """Without a copy, unless the rows of key and value lie differently."""
+    """For eager calls: by the strides of the caches, without a copy unless those of key and value differ."""
     steps = _row_steps(key)
     if steps is None or steps != _row_steps(value):
         key, value = key.contiguous(), value.contiguous()
         steps = (key.shape[1] * key.shape[2], key.shape[2], 1)
     count = 1 + (key.shape[0] - 1) * steps[0] + (key.shape[1] - 1) * steps[1] + (key.shape[2] - 1) * steps[2]
-    if count >= MAX_ROWS:
-        raise ValueError(f"key_cache: expected fewer than 2^31 rows with a mask, got {count}")
     return _with_rows(key, count), _with_rows(value, count), steps
 
 

@@ -167,6 +167,7 @@ def test_the_recommended_window_is_of_whole_blocks():
     assert IndexedAttention.recommended(64, 8, 32, window=5).window == 5
     with pytest.raises(ValueError, match="visible: expected enough for a block of 16 keys that is chosen, got 8"):
         IndexedAttention.recommended(32, 4, 8, recipe=IndexRecipe(block_size=16))
+    assert IndexedAttention.recommended(32, 4, 8, recipe=IndexRecipe(block_size=16), window=32).window == 32
 
 
 # What teaches it ----------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import dmattn
 import pytest
 import torch
@@ -97,6 +99,16 @@ def test_a_traced_program_takes_any_layout(layout):
     traced = torch.jit.trace(decode, (query, key, value, lengths, indices))
     found = traced(query, LAYOUTS[layout](key), LAYOUTS[layout](value), lengths, indices)
     torch.testing.assert_close(found, decode(query, key, value, lengths, indices))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+def test_recorded_programs_refuse_too_many_rows(monkeypatch):
+    given, rows = given_for("cpu", 1), B * HKV * N
+    monkeypatch.setattr(sys.modules["dmattn.decode_listed"], "MAX_ROWS", rows + 1)
+    torch.jit.trace(decode, given)
+    monkeypatch.setattr(sys.modules["dmattn.decode_listed"], "MAX_ROWS", rows)
+    with pytest.raises(ValueError, match=r"key_cache: expected fewer than 2\^31 rows with a mask"):
+        torch.jit.trace(decode, given)
 
 
 @pytest.mark.parametrize("queries", [1, 3])

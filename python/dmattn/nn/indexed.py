@@ -184,7 +184,7 @@ class IndexedAttention(RotatedProjections):
         if isinstance(recipe, IndexRecipe):
             checks.positive_int("block_size", recipe.block_size)
             chosen["window"] -= chosen["window"] % recipe.block_size
-            if chosen["window"] == 0:
+            if chosen["window"] == 0 and "window" not in options:
                 raise ValueError(
                     f"visible: expected enough for a block of {recipe.block_size} keys that is chosen, got {visible}"
                 )
