@@ -267,6 +267,11 @@ def test_decoding_sees_what_is_listed(device, data):
     lengths = torch.tensor(
         data.draw(st.lists(st.integers(0, shape.Sk), min_size=shape.B, max_size=shape.B)), dtype=torch.int32, device=device
     )
+    mask = drawn.mask
+    if data.draw(st.booleans()):  # without repeated entries, in any order, and known to be so
+        indices = mask._without_repeats().indices
+        order = torch.randperm(indices.shape[3], generator=torch.Generator().manual_seed(4)).to(device)
+        mask = IndexMask._of_lists(indices[..., order], mask.block_size, mask.is_causal, mask.local, mask.sink_keys)
     query = tensor((shape.B, shape.H, queries, shape.D), 1, dtype, device)
     key, value = (tensor((shape.B, shape.Hkv, capacity, size), 2 + size, dtype, device) for size in (shape.D, shape.Dv))
     bias = data.draw(
@@ -293,7 +298,7 @@ def test_decoding_sees_what_is_listed(device, data):
                 pages.append(torch.empty_like(own).index_copy_(0, order, own))
             key, value = pages
         return dmattn.decode_attention(
-            query, key, value, lengths, mask=drawn.mask, page_table=table, key_bias=key_bias, sinks=sinks, scale=scale, softcap=softcap,
+            query, key, value, lengths, mask=mask, page_table=table, key_bias=key_bias, sinks=sinks, scale=scale, softcap=softcap,
             return_lse=return_lse,
         )  # fmt: skip
 
@@ -320,15 +325,41 @@ def test_decoding_keeps_the_stride_order_and_refuses_gradients():
         dmattn.decode_attention(query.requires_grad_(), key, key, lengths, mask=mask)
 
 
-def test_a_page_that_is_none_empties_its_sequence():
+def test_a_page_that_is_none_empties_the_queries_that_see_it():
     pages = tensor((3, 16, 1, 8), 1)
-    table, lengths = torch.tensor([[0, 1], [2, 7]], dtype=torch.int32), torch.tensor([20, 20], dtype=torch.int32)
-    mask = IndexMask(torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+    table, lengths = torch.tensor([[0, 1], [2, 7], [2, 7]], dtype=torch.int32), torch.tensor([20, 20, 20], dtype=torch.int32)
+    mask = IndexMask(torch.tensor([0, 0, 17])[:, None, None, None], sink_keys=1)
     out, lse = dmattn.decode_attention(
-        tensor((2, 1, 1, 8), 2), pages, pages, lengths, page_table=table, mask=mask, return_lse=True
+        tensor((3, 1, 1, 8), 2), pages, pages, lengths, page_table=table, mask=mask, return_lse=True
     )
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
-    assert (lse > -INF).flatten().tolist() == [True, False]
+    assert torch.equal(out[2], torch.zeros_like(out[2]))
+    assert (lse > -INF).flatten().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("keys", [100, 3000])
+@pytest.mark.parametrize("sequences", [1, 40])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_decoding_with_lists_is_decoding_with_a_bias(device, dtype, keys, sequences, queries):
+    """Lists of all lengths of which a device makes one block, a cluster or parts: as if all other keys had a bias of -inf."""
+    query, capacity = tensor((sequences, 4, queries, 64), 1, dtype, device), 6000
+    key, value = (tensor((1, 2, capacity, 64), seed, dtype, device).expand(sequences, -1, -1, -1) for seed in (2, 3))
+    lengths = torch.arange(sequences, dtype=torch.int32, device=device) * 150 + 100
+    index_query, index_key = (tensor((sequences, 2, *size, 32), 4, dtype, device) for size in ((queries, 2), (capacity,)))
+    weights = tensor((sequences, 2, queries, 2), 5, dmattn.fake.accumulate_dtype(dtype), device)
+    mask = dmattn.index_top_k(index_query, index_key, weights, keys, lengths=lengths, local=7, sink_keys=2)
+    assert mask._is_distinct
+    found = dmattn.decode_attention(query, key, value, lengths, mask=mask)
+    repeated = IndexMask(mask.indices.repeat(1, 1, 1, 2), local=7, sink_keys=2)
+    torch.testing.assert_close(dmattn.decode_attention(query, key, value, lengths, mask=repeated), found)
+    column = torch.arange(capacity, device=device)
+    listed = torch.zeros(sequences, 2, queries, capacity + 1, dtype=torch.bool, device=device)
+    listed.scatter_(3, torch.where(mask.indices < 0, capacity, mask.indices).long(), True)
+    for t in range(queries):
+        position = (lengths - queries + t).view(-1, 1, 1)
+        visible = listed[:, :, t, :capacity] | (position - 7 < column) | (column < 2)
+        bias = torch.where(visible, 0.0, -INF).to(dmattn.fake.accumulate_dtype(dtype))
+        alone = dmattn.decode_attention(query[:, :, t : t + 1], key, value, lengths - queries + t + 1, key_bias=bias)
+        torch.testing.assert_close(found[:, :, t : t + 1], alone)
 
 
 # What is refused ----------------------------------------------------------------------------------------------------------------------

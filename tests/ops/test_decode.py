@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import sys
 
 import brute_check
 import dmattn
@@ -345,7 +343,7 @@ def test_nothing_at_all(device, dtype):
 def test_not_causal(device, dtype, heads):
     """The op for callers whose queries all see every key."""
     case = make(device, dtype, [0, 2, 300], H=heads[0], Hkv=heads[1], T=4)
-    out, lse = ops.decode(case.query, case.key, case.value, case.lengths, None, None, None, False, 0.25, 0.0)
+    out, lse = ops.decode(case.query, case.key, case.value, case.lengths, None, None, None, None, False, 0.25, 0.0, 1, 0, 0)
     visible = (torch.arange(300, device=device) < case.lengths.view(-1, 1, 1, 1)).expand(-1, -1, 4, -1)
     problem = dataclasses.replace(case, scale=0.25).case(False)
     brute_check.assert_right(dataclasses.replace(problem, visible=visible), {"out": out, "lse": lse})
@@ -353,7 +351,7 @@ def test_not_causal(device, dtype, heads):
 
 def test_no_lengths_means_all_keys(device, dtype):
     case = make(device, dtype, [300, 300], T=3)
-    options = (None, None, None, True, 0.25, 0.0)
+    options = (None, None, None, None, True, 0.25, 0.0, 1, 0, 0)
     given = (case.query, case.key, case.value)
     assert_equal(ops.decode(*given, None, *options), ops.decode(*given, case.lengths, *options))
 
@@ -383,7 +381,7 @@ def test_no_gradient(device, dtype):
         with pytest.raises(RuntimeError, match=r"decode_attention has no gradient.*torch.no_grad\(\)"):
             wanting.call()
         with pytest.raises(RuntimeError, match="decode_attention has no gradient"):
-            ops.decode(wanting.query, wanting.key, wanting.value, case.lengths, None, None, None, True, 0.25, 0.0)
+            ops.decode(wanting.query, wanting.key, wanting.value, case.lengths, None, None, None, None, True, 0.25, 0.0, 1, 0, 0)
         with torch.no_grad():
             assert_equal(wanting.call(), expected)
     listed = dmattn.IndexMask(torch.zeros(1, 1, dtype=torch.int32, device=device), local=2)
@@ -611,13 +609,3 @@ def test_more_than_two_to_the_31_elements():
     alone = dmattn.decode_attention(query[2:, 7:], key[2:, 7:].clone(), key[2:, 7:].clone(), lengths[2:], return_lse=True)
     assert_equal((out[2:, 7:], lse[2:, 7:]), alone)
     assert (out[:2] == 0).all()
-
-
-def test_caches_with_more_rows_than_numbers_are_refused(monkeypatch):
-    query, key, lengths = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 6, 16), torch.tensor([6, 6]).int()
-    mask = dmattn.IndexMask(torch.zeros(1, 1, 1, 3, dtype=torch.int32))
-    for most in (25, 24):
-        monkeypatch.setattr(sys.modules["dmattn.decode_listed"], "MAX_ROWS", most)
-        refused = pytest.raises(ValueError, match=r"key_cache: expected fewer than 2\^31 rows with a mask, got 24")
-        with refused if most == 24 else contextlib.nullcontext():
-            dmattn.decode_attention(query, key, key, lengths, mask=mask)

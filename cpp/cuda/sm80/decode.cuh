@@ -45,7 +45,7 @@ __device__ __forceinline__ void sync_team() {
 }
 
 // Waits like sync_team, and says whether `holds` is true for any thread of the team; the threads of a warp give the same value.
-// Where each key has a page of its own, the warps of a team share the keys, and each looks at the page numbers of its keys only.
+// With lists the warps of a team share the keys, and each looks at the page numbers of its keys only.
 template <int kTeamWarps>
 __device__ __forceinline__ bool any_of_team(bool holds) {
   if constexpr (kTeamWarps == 1) {
@@ -63,6 +63,7 @@ struct ScoreTerms {
   const float* row_bias[2];  // [Smax] for each of this thread's rows where heads of the group differ in their key_bias, or null
   int end[2];                // the first key that each row does not see
   int whole_until;           // all rows see the keys before
+  bool has_lists;
 
   // Which keys do this thread's two rows see? `row` is the first, of the block's tile.
   template <class Tile>
@@ -70,15 +71,17 @@ struct ScoreTerms {
     const DecodeParams& p = call.p;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const RowPlace place(call, here.kv_head, here.first_row + min(row + 8 * r, here.rows - 1));
+      const RowPlace place(call, here.head, here.first_row + min(row + 8 * r, here.rows - 1));
       end[r] = p.is_causal ? here.length - static_cast<int>(p.queries) + place.query + 1 : here.length;
       row_bias[r] = bias_is_shared ? nullptr : row_of<const float>(p.key_bias, here.batch, place.head);
     }
     whole_until = here.length - (p.is_causal ? static_cast<int>(p.queries) - 1 : 0);
+    has_lists = p.index.entries.data != nullptr;
   }
 
   // Products with keys first, first + 1, .. to logits. This thread has columns lane % 4 * 2 and the one after, of every eight.
-  // shared_bias [keys] is the key_bias of the group, or null; keys from last_key on do not exist.
+  // shared_bias [keys] is the key_bias of the group, or null, and with lists -inf for places without a key; keys from last_key on
+  // do not exist.
   template <int kN>
   __device__ __forceinline__ void apply(float (&scores)[kN][4], int first, const float* shared_bias, int last_key) const {
     const int column = static_cast<int>(threadIdx.x) % 4 * 2;
@@ -99,6 +102,11 @@ struct ScoreTerms {
       for (int n = 0; n < kN; ++n) {
         const float2 bias = *reinterpret_cast<const float2*>(shared_bias + 8 * n + column);
         scores[n][0] += bias.x, scores[n][1] += bias.y, scores[n][2] += bias.x, scores[n][3] += bias.y;
+        if (!has_lists) continue;  // else a score of NaN would stay
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if ((e % 2 ? bias.y : bias.x) == negative_infinity()) scores[n][e] = negative_infinity();
+        }
       }
     } else if (row_bias[0]) {
 #pragma unroll
@@ -179,7 +187,7 @@ struct QueryRows {
       const bool wanted = row < here.rows;
       const char* from = static_cast<const char*>(p.query.data);
       if (wanted) {
-        const RowPlace place(call, here.kv_head, here.first_row + row);
+        const RowPlace place(call, here.head, here.first_row + row);
         from = rows_of_head(p.query, here.batch, place.head) + place.query * p.query.row_stride * 2;
       }
       copy.start(tile, r, from, wanted);
@@ -246,18 +254,19 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
   [[maybe_unused]] auto& token_shared = *reinterpret_cast<Token*>(shared_bytes + sizeof(Shared));
   uint8_t* const inbox = shared_bytes + sizeof(Shared) + (kTakesToken ? Token::bytes(call.parts) : 0);
   if (call.is_cluster) join_cluster<kDim, Sizes::kThreads / 32, kTakesToken>(call, here, token_shared, inbox);
-  ChunkCopies<kDim, Sizes::kKeys, kStages, Sizes::kTeamThreads> copies{p, here.batch, here.kv_head,
-                                                                       here.first_key + slice * Sizes::kKeys, Sizes::kChunkKeys};
+  ChunkCopies<kDim, Sizes::kKeys, kStages, Sizes::kTeamThreads> copies{
+      p, ListedKeys(), here.batch, here.kv_head, here.first_key + slice * Sizes::kKeys, Sizes::kChunkKeys};
   copies.thread = team_thread;
   copies.stages = shared_address(&shared.stages[slice][0]);
   copies.key_bias_stages = shared_address(&shared.key_bias[slice][0][0]);
-  copies.key_bias = bias_is_shared ? row_of<const float>(p.key_bias, here.batch, here.kv_head * call.group) : nullptr;
-  if (!p.page_table) copies.find_places(0);
+  copies.key_bias = bias_is_shared ? row_of<const float>(p.key_bias, here.batch, RowPlace(call, here.head, 0).head) : nullptr;
+  if (!p.page_table && !p.index.entries.data) copies.find_places(0);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 
   [[maybe_unused]] auto token = begin_token<kDim, Sizes::kThreads / 32>(given, token_shared, here);
   here.find_length(call);
+  copies.listed.find(call, here.batch, here.head);
   if (here.first_key >= here.last_key && call.part_out) return;
   copies.last_key = here.last_key;
   copies.chunks = (here.last_key - here.first_key + Sizes::kChunkKeys - 1) / Sizes::kChunkKeys;
@@ -307,7 +316,7 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
       float scores[1][Sizes::kKeys / 8][4];
       clear(scores);
       multiply_held<T>(scores[0], query, Fragment<kDim>::wide(key_tile, 0, 0));
-      const float* const bias = copies.key_bias ? shared.key_bias[slice][chunk % kStages] : nullptr;
+      const float* const bias = copies.key_bias || terms.has_lists ? shared.key_bias[slice][chunk % kStages] : nullptr;
       terms.apply(scores[0], copies.first_key_of(chunk), bias, here.last_key);
       // Turn scores into weights, and rescale the sums if a maximum moved.
       softmax.update(scores, 1.0f, out);
@@ -366,7 +375,7 @@ cudaError_t launch_decode(const Call& given, cudaStream_t stream) {
   static ClusterSizes known{};
   if (cluster > 1 && !cluster_fits(kernel, cluster, Sizes::kThreads, bytes, known)) return cudaErrorInvalidClusterSize;
   const int64_t tiles = (call.rows + Sizes::kTileRows - 1) / Sizes::kTileRows;
-  const int64_t blocks = call.p.batch * call.p.kv_heads * call.parts * tiles;
+  const int64_t blocks = call.p.batch * call.heads * call.parts * tiles;
   return launch_dependent_clusters(kernel, cluster, grid_of(blocks), Sizes::kThreads, bytes, stream, given);
 }
 

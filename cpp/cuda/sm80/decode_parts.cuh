@@ -12,25 +12,26 @@ namespace dmattn::cuda::sm80 {
 
 inline constexpr int kPlaceKeys = 16;  // neighbouring keys that are surely in one page
 
-// Which keys of which (batch, kv head) a block has, and for which rows. A row is a query of a head of the group.
+// Which keys of which (batch, head of the call) a block has, and for which rows.
 template <int kTileRows>
 struct DecodeTile {
-  int batch, kv_head, first_row, rows;  // `rows` of them exist
+  int batch, head, kv_head, first_row, rows;  // `rows` of them exist
   int part;
   int length, first_key, last_key;
 
   __device__ __forceinline__ explicit DecodeTile(const DecodeCall& call) {
     const uint32_t tiles = (static_cast<uint32_t>(call.rows) + kTileRows - 1) / kTileRows;
-    const uint32_t kv_heads = static_cast<uint32_t>(call.p.kv_heads), parts = static_cast<uint32_t>(call.parts);
+    const uint32_t heads = static_cast<uint32_t>(call.heads), parts = static_cast<uint32_t>(call.parts);
     uint32_t index = block_index();
     part = static_cast<int>(index % parts), index /= parts;
     first_row = static_cast<int>(index % tiles) * kTileRows, index /= tiles;
-    kv_head = static_cast<int>(index % kv_heads), batch = static_cast<int>(index / kv_heads);
+    head = static_cast<int>(index % heads), batch = static_cast<int>(index / heads);
+    kv_head = head / call.sharing;
     rows = min(kTileRows, call.rows - first_row);
     first_key = part * call.block_splits * call.split_keys;
   }
   __device__ __forceinline__ void find_length(const DecodeCall& call) {
-    length = length_of(call.p, batch);
+    length = keys_of(call.p, batch);
     last_key = min(first_key + call.block_splits * call.split_keys, length);
   }
 };
@@ -41,23 +42,60 @@ struct alignas(128) DecodeStage {
   uint16_t keys[kKeys * kDim], values[kKeys * kDim];
 };
 
-// Starts to copy a chunk of keys that have a page each; says whether one of the numbers is out of range. A function of its own,
-// so that the loop over chunks keeps none of its registers.
+// What a block's rows see by their list.
+struct ListedKeys {
+  const int32_t* list = nullptr;  // null: there are no lists
+  int end = 0;                    // the keys up to the query's position
+
+  __device__ __forceinline__ void find(const DecodeCall& call, int batch, int head) {
+    const DecodeParams& p = call.p;
+    if (!p.index.entries.data) return;
+    const RowPlace place(call, head, 0);
+    list = row_of<const int32_t>(p.index.entries, batch, place.head) + place.query * p.index.row_stride;
+    end = length_of(p, batch) - static_cast<int>(p.queries) + place.query + 1;
+  }
+};
+
+// Starts to copy a chunk of listed keys, from place `first` on; says whether one of their pages is out of range. A place without
+// a key gets a bias of -inf. Each warp looks up the keys of its own rows. A function of its own, so that the loop over chunks
+// keeps none of its registers.
 template <int kDim, int kKeys, int kTeamThreads>
-__device__ __noinline__ bool start_listed(const DecodeParams& p, int batch, int kv_head, uint32_t to, int first, int last_key,
-                                          int thread) {
+__device__ __noinline__ bool start_listed(const DecodeParams& p, ListedKeys from, int batch, int kv_head, uint32_t to,
+                                          uint32_t to_bias, const float* key_bias, int first, int last, int thread) {
   using Copy = RowCopy<kDim, kTeamThreads>;
-  const int32_t* const pages = p.page_table + batch * p.table_stride;
+  constexpr int kRowsOfWarp = Copy::kRows * 32 / kTeamThreads, kKeysOfWarp = kKeys * 32 / kTeamThreads;
+  static_assert(kKeysOfWarp <= 32);
+  const int lane = thread % 32, first_row = thread / 32 * kRowsOfWarp;
+  // Look up a key for each lane: its page, and its row there.
+  const int row = lane / kRowsOfWarp * Copy::kRows + first_row + lane % kRowsOfWarp;
+  int page = batch, at = -1;
+  bool is_bad = false;
+  if (lane < kKeysOfWarp) {
+    const int key = first + row < last ? listed_key(p.index, from.list, from.end, first + row) : -1;
+    at = key;
+    if (key >= 0 && p.page_table) {
+      const int page_size = static_cast<int>(p.page_size), entry = key / page_size;
+      page = p.page_table[batch * p.table_stride + entry];
+      is_bad = page < 0 || page >= p.pages;
+      at = is_bad ? -1 : key - entry * page_size;
+    }
+    if (at >= 0 && key_bias) {
+      copy_async_4(to_bias + row * 4, key_bias + key, true);
+    } else {
+      store_shared_4(to_bias + row * 4, __float_as_uint(at < 0 ? negative_infinity() : 0.0f));
+    }
+  }
+  // Start the copies of rows.
   const Copy of_keys(static_cast<int>(p.head_dim), thread), of_values(static_cast<int>(p.value_dim), thread);
   const uint32_t values = to + sizeof(DecodeStage<kDim, kKeys>) / 2;
-  bool is_bad = false;
 #pragma unroll
   for (int r = 0; r < kKeys; r += Copy::kRows) {
-    const int key = first + of_keys.row + r, page = key < last_key ? pages[key] : 0;
-    const bool is_there = page >= 0 && page < p.pages, wanted = is_there && key < last_key;
-    is_bad |= !is_there;
-    of_keys.start(to, r, rows_of_head(p.key, wanted ? page : 0, kv_head), wanted);
-    of_values.start(values, r, rows_of_head(p.value, wanted ? page : 0, kv_head), wanted);
+    const int owner = r / Copy::kRows * kRowsOfWarp + of_keys.row - first_row;
+    const int row_page = __shfl_sync(0xffffffffu, page, owner), row_at = __shfl_sync(0xffffffffu, at, owner);
+    const bool wanted = row_at >= 0;
+    const int64_t in_page = wanted ? row_at : 0;
+    of_keys.start(to, r, rows_of_head(p.key, wanted ? row_page : 0, kv_head) + in_page * p.key.row_stride * 2, wanted);
+    of_values.start(values, r, rows_of_head(p.value, wanted ? row_page : 0, kv_head) + in_page * p.value.row_stride * 2, wanted);
   }
   return is_bad;
 }
@@ -71,6 +109,7 @@ struct ChunkCopies {
   static constexpr int kStageBytes = sizeof(DecodeStage<kDim, kKeys>);
 
   const DecodeParams& p;
+  ListedKeys listed;
   int batch, kv_head;
   int first_key, step;  // the first chunk's first key, and keys from one chunk to the next
   int last_key = 0, chunks = 0;
@@ -100,11 +139,12 @@ struct ChunkCopies {
 
   // Starts to copy a chunk's keys and values. Rows that do not exist become zeros.
   __device__ __forceinline__ void start(int chunk) {
-    if (chunk < chunks && p.page_size == 1) {
-      const uint32_t to = stages + chunk % kStages * kStageBytes;
-      const bool is_bad = start_listed<kDim, kKeys, kTeamThreads>(p, batch, kv_head, to, first_key_of(chunk), last_key, thread);
+    if (chunk < chunks && listed.list) {
+      const int stage = chunk % kStages;
+      const bool is_bad = start_listed<kDim, kKeys, kTeamThreads>(p, listed, batch, kv_head, stages + stage * kStageBytes,
+                                                                  key_bias_stages + stage * kKeys * 4, key_bias,
+                                                                  first_key_of(chunk), last_key, thread);
       has_bad_page |= __any_sync(0xffffffffu, is_bad) != 0;
-      start_key_bias(chunk);
     } else if (chunk < chunks) {
       if (chunk % kChunksAtOnce == 0 && (chunk > 0 || p.page_table)) find_places(chunk);
       const int stage = chunk % kStages, first = first_key_of(chunk);
@@ -177,7 +217,7 @@ template <class T, int kDim, int kThreads, class Tile, class PartAt>
 __device__ __forceinline__ void write_partial(const DecodeCall& call, const Tile& here, PartAt part_at) {
   constexpr int kQuads = kDim / 4;
   const DecodeParams& p = call.p;
-  const int64_t first_row = (here.batch * p.kv_heads + here.kv_head) * call.rows + here.first_row;
+  const int64_t first_row = (static_cast<int64_t>(here.batch) * call.heads + here.head) * call.rows + here.first_row;
   for (int i = 0, at = static_cast<int>(threadIdx.x); at < here.rows * kQuads; at += kThreads, ++i) {
     const int row = at / kQuads, column = at % kQuads * 4;
     if (column >= p.value_dim) continue;
@@ -187,7 +227,7 @@ __device__ __forceinline__ void write_partial(const DecodeCall& call, const Tile
       *reinterpret_cast<float4*>(call.part_out + place * p.value_dim + column) = part.values;
       if (column == 0) call.part_sums[place] = part.sums;
     } else {
-      finish_row<T>(p, here.batch, RowPlace(call, here.kv_head, here.first_row + row), column, part);
+      finish_row<T>(p, here.batch, RowPlace(call, here.head, here.first_row + row), column, part);
     }
   }
 }
@@ -215,7 +255,7 @@ __device__ __forceinline__ void cluster_reduce(const DecodeCall& call, const Til
     }
     const int at = here.part * shares.share + quad, row = at / kQuads, column = at % kQuads * 4;
     if (column >= call.p.value_dim) continue;
-    finish_row<T>(call.p, here.batch, RowPlace(call, here.kv_head, here.first_row + row), column, merge_all(parts));
+    finish_row<T>(call.p, here.batch, RowPlace(call, here.head, here.first_row + row), column, merge_all(parts));
   }
 }
 

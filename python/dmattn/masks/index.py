@@ -53,6 +53,9 @@ class IndexMask(MaskData):
     local: int = dataclasses.field(default=0, kw_only=True)
     sink_keys: int = dataclasses.field(default=0, kw_only=True)
 
+    # Whether it is known that no list has an entry twice. What is made of a mask in another way than _of_lists does not know it.
+    _is_distinct: ClassVar[bool] = False
+
     LEAVES: ClassVar[tuple[str, ...]] = ("indices",)
     CONSTANTS: ClassVar[tuple[str, ...]] = ("block_size", "is_causal", "local", "sink_keys")
 
@@ -181,8 +184,10 @@ class IndexMask(MaskData):
 
     @classmethod
     def _of_lists(cls, lists: Tensor, block_size: int, is_causal: bool = False, local: int = 0, sink_keys: int = 0) -> IndexMask:
-        """From int32 lists that were made here."""
-        return cls._build(indices=lists, block_size=block_size, is_causal=is_causal, local=local, sink_keys=sink_keys)
+        """From int32 lists that were made here, none of which has an entry twice."""
+        mask = cls._build(indices=lists, block_size=block_size, is_causal=is_causal, local=local, sink_keys=sink_keys)
+        object.__setattr__(mask, "_is_distinct", True)
+        return mask
 
     # Use ------------------------------------------------------------------------------------------------------------------------
 
@@ -207,6 +212,14 @@ class IndexMask(MaskData):
         b = F.pad(b, (0, 1), value=bounds.FOREVER).sort(dim=-1).values  # so that every number of a has a place in b
         both = torch.where(b.gather(3, torch.searchsorted(b, a)) == a, a, NONE)
         return own._replace(indices=both, is_causal=self.is_causal or other.is_causal)
+
+    def _without_repeats(self) -> IndexMask:
+        """The mask with each entry once in its list; itself where that is known, otherwise its lists are sorted."""
+        if self._is_distinct:
+            return self
+        ordered = self.indices.sort(dim=-1).values
+        again = F.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
+        return self._of_lists(ordered.masked_fill(again, NONE), self.block_size, self.is_causal, self.local, self.sink_keys)
 
     @property
     def shape(self) -> torch.Size:
