@@ -265,17 +265,21 @@ struct PackParams {
 #define DMATTN_HOST_DEVICE
 #endif
 
-// The key in a place of what a query sees by its list: the listed keys first, then its last ones, then the sinks. `end` is behind
-// the last key that it may see. -1: there is none, or it has another place.
-DMATTN_HOST_DEVICE static inline int32_t listed_key(const IndexLists& lists, const int32_t* list, int32_t end, int32_t place) {
+// What a query sees by its list has places: for the listed keys first, then for its last ones, then for the sinks. The entry of a
+// place; any number where it has none.
+DMATTN_HOST_DEVICE static inline int32_t listed_entry(const IndexLists& lists, const int32_t* list, int32_t place) {
+  return place < lists.count << lists.log2_block ? list[place >> lists.log2_block] : 0;
+}
+
+// The key in a place, -1 where there is none, or where it has another place. `end` is behind the last key that the query may see.
+DMATTN_HOST_DEVICE static inline int32_t listed_key(const IndexLists& lists, int32_t entry, int32_t end, int32_t place) {
   const int32_t listed = static_cast<int32_t>(lists.count << lists.log2_block);
-  const int32_t sinks = lists.sinks < end ? lists.sinks : end, recent = end - lists.local;
+  const int32_t sinks = lists.sinks < end ? lists.sinks : end;
   int32_t key = place - listed - lists.local, first = 0, last = sinks;
   if (place < listed) {
-    const int32_t entry = list[place >> lists.log2_block];
     if (entry < 0 || entry >= end) return -1;  // before it is shifted
     key = (entry << lists.log2_block) + (place & ((1 << lists.log2_block) - 1));
-    first = sinks, last = recent;
+    first = sinks, last = end - lists.local;
   } else if (key < 0) {
     key += end;
     first = sinks, last = end;

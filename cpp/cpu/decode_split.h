@@ -53,6 +53,13 @@ struct DecodeRows {
   }
 };
 
+// The key number `at` of a row's sequence, or of its list, which may have none there: -1.
+DMATTN_INLINE int64_t key_at(const DecodeParams& p, const DecodeRows& here, int64_t at) {
+  if (!here.list) return at;
+  const int32_t place = static_cast<int32_t>(at);
+  return listed_key(p.index, listed_entry(p.index, here.list, place), here.list_end, place);
+}
+
 // Where a key of a sequence lies: its page or, without pages, the sequence, and its row there.
 struct KeyPlace {
   int64_t page, row;
@@ -66,7 +73,7 @@ DMATTN_INLINE KeyPlace place_of(const DecodeParams& p, int64_t batch, int64_t ke
 DMATTN_INLINE bool has_bad_page(const DecodeParams& p, const DecodeRows& here, int64_t first, int64_t last) {
   if (!p.page_table) return false;
   for (int64_t at = first; at < last; at = here.list ? at + 1 : round_up(at + 1, p.page_size)) {
-    const int64_t key = here.list ? listed_key(p.index, here.list, here.list_end, static_cast<int32_t>(at)) : at;
+    const int64_t key = key_at(p, here, at);
     const int64_t page = key < 0 ? 0 : place_of(p, here.batch, key).page;
     if (page < 0 || (key >= 0 && page >= p.pages)) return true;
   }
@@ -190,9 +197,7 @@ void decode_split_task(const DecodeParams& p, const DecodeShared<R>& shared, int
   for (int64_t key = first; key < last; key += kChunkKeys) {
     KeyChunk& chunk = *s.chunk;
     chunk.count = min_of(kChunkKeys, last - key);
-    for (int64_t k = 0; k < chunk.count; ++k) {
-      s.keys[k] = here.list ? listed_key(p.index, here.list, here.list_end, static_cast<int32_t>(key + k)) : key + k;
-    }
+    for (int64_t k = 0; k < chunk.count; ++k) s.keys[k] = key_at(p, here, key + k);
     copy_cache_rows<R>(p, p.key, here, s.keys, chunk.count, p.head_dim, s.key);
     copy_cache_rows<R>(p, p.value, here, s.keys, chunk.count, p.value_dim, s.value);
     multiply_in_pieces(chunk.count, width, p.head_dim, static_cast<R>(p.scale), s.key, s.query, s.logits);

@@ -32,6 +32,9 @@ struct DecodeCall {
   float* part_out = nullptr;    // [B, heads, rows, parts, Dv]
 };
 
+// A call with lists.
+struct ListedCall : DecodeCall {};
+
 // decode.p has the visible slots for its keys, their scores for its key_bias, no lengths and no pages. There are at most
 // kMostFewRows rows, and one block or one cluster has all keys of a sequence.
 struct StepCall {

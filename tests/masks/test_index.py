@@ -336,32 +336,6 @@ def test_a_page_that_is_none_empties_the_queries_that_see_it():
     assert (lse > -INF).flatten().tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize("keys", [100, 3000])
-@pytest.mark.parametrize("sequences", [1, 40])
-@pytest.mark.parametrize("queries", [1, 3])
-def test_decoding_with_lists_is_decoding_with_a_bias(device, dtype, keys, sequences, queries):
-    """Lists of all lengths of which a device makes one block, a cluster or parts: as if all other keys had a bias of -inf."""
-    query, capacity = tensor((sequences, 4, queries, 64), 1, dtype, device), 6000
-    key, value = (tensor((1, 2, capacity, 64), seed, dtype, device).expand(sequences, -1, -1, -1) for seed in (2, 3))
-    lengths = torch.arange(sequences, dtype=torch.int32, device=device) * 150 + 100
-    index_query, index_key = (tensor((sequences, 2, *size, 32), 4, dtype, device) for size in ((queries, 2), (capacity,)))
-    weights = tensor((sequences, 2, queries, 2), 5, dmattn.fake.accumulate_dtype(dtype), device)
-    mask = dmattn.index_top_k(index_query, index_key, weights, keys, lengths=lengths, local=7, sink_keys=2)
-    assert mask._is_distinct
-    found = dmattn.decode_attention(query, key, value, lengths, mask=mask)
-    repeated = IndexMask(mask.indices.repeat(1, 1, 1, 2), local=7, sink_keys=2)
-    torch.testing.assert_close(dmattn.decode_attention(query, key, value, lengths, mask=repeated), found)
-    column = torch.arange(capacity, device=device)
-    listed = torch.zeros(sequences, 2, queries, capacity + 1, dtype=torch.bool, device=device)
-    listed.scatter_(3, torch.where(mask.indices < 0, capacity, mask.indices).long(), True)
-    for t in range(queries):
-        position = (lengths - queries + t).view(-1, 1, 1)
-        visible = listed[:, :, t, :capacity] | (position - 7 < column) | (column < 2)
-        bias = torch.where(visible, 0.0, -INF).to(dmattn.fake.accumulate_dtype(dtype))
-        alone = dmattn.decode_attention(query[:, :, t : t + 1], key, value, lengths - queries + t + 1, key_bias=bias)
-        torch.testing.assert_close(found[:, :, t : t + 1], alone)
-
-
 # What is refused ----------------------------------------------------------------------------------------------------------------------
 
 MASK = IndexMask(lists(2, 1, 6, 3))

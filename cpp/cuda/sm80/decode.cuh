@@ -63,7 +63,6 @@ struct ScoreTerms {
   const float* row_bias[2];  // [Smax] for each of this thread's rows where heads of the group differ in their key_bias, or null
   int end[2];                // the first key that each row does not see
   int whole_until;           // all rows see the keys before
-  bool has_lists;
 
   // Which keys do this thread's two rows see? `row` is the first, of the block's tile.
   template <class Tile>
@@ -76,13 +75,12 @@ struct ScoreTerms {
       row_bias[r] = bias_is_shared ? nullptr : row_of<const float>(p.key_bias, here.batch, place.head);
     }
     whole_until = here.length - (p.is_causal ? static_cast<int>(p.queries) - 1 : 0);
-    has_lists = p.index.entries.data != nullptr;
   }
 
   // Products with keys first, first + 1, .. to logits. This thread has columns lane % 4 * 2 and the one after, of every eight.
   // shared_bias [keys] is the key_bias of the group, or null, and with lists -inf for places without a key; keys from last_key on
   // do not exist.
-  template <int kN>
+  template <bool kHasLists, int kN>
   __device__ __forceinline__ void apply(float (&scores)[kN][4], int first, const float* shared_bias, int last_key) const {
     const int column = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
@@ -102,9 +100,8 @@ struct ScoreTerms {
       for (int n = 0; n < kN; ++n) {
         const float2 bias = *reinterpret_cast<const float2*>(shared_bias + 8 * n + column);
         scores[n][0] += bias.x, scores[n][1] += bias.y, scores[n][2] += bias.x, scores[n][3] += bias.y;
-        if (!has_lists) continue;  // else a score of NaN would stay
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
+        for (int e = 0; kHasLists && e < 4; ++e) {  // otherwise a score of NaN would stay
           if ((e % 2 ? bias.y : bias.x) == negative_infinity()) scores[n][e] = negative_infinity();
         }
       }
@@ -234,11 +231,12 @@ __device__ __forceinline__ void join_cluster(const DecodeCall& call, const Tile&
 }
 
 // query [B, H, T, D], key, value [B, Hkv, Smax, D or Dv] or pages -> out, lse, or part_sums, part_out. A warp has 16 rows, and
-// the keys of one slice; its team are the warps of the slice. A StepCall takes a new token into the cache on the way.
+// the keys of one slice; its team are the warps of the slice. A StepCall takes a new token into the cache on the way; a
+// ListedCall reads the keys of lists.
 template <class T, int kDim, DecodeRows kRows, class Call>
 __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
                              kDecodeShape<kDim, kRows>.blocks_per_sm) void decode_kernel(const __grid_constant__ Call given) {
-  constexpr bool kTakesToken = std::is_same_v<Call, StepCall>;
+  constexpr bool kTakesToken = std::is_same_v<Call, StepCall>, kHasLists = std::is_same_v<Call, ListedCall>;
   const DecodeCall& call = decode_of(given);
   using Shared = DecodeShared<kDim, kRows>;
   using Sizes = DecodeSizes<kDim, kRows>;
@@ -254,19 +252,16 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
   [[maybe_unused]] auto& token_shared = *reinterpret_cast<Token*>(shared_bytes + sizeof(Shared));
   uint8_t* const inbox = shared_bytes + sizeof(Shared) + (kTakesToken ? Token::bytes(call.parts) : 0);
   if (call.is_cluster) join_cluster<kDim, Sizes::kThreads / 32, kTakesToken>(call, here, token_shared, inbox);
-  ChunkCopies<kDim, Sizes::kKeys, kStages, Sizes::kTeamThreads> copies{
-      p, ListedKeys(), here.batch, here.kv_head, here.first_key + slice * Sizes::kKeys, Sizes::kChunkKeys};
-  copies.thread = team_thread;
-  copies.stages = shared_address(&shared.stages[slice][0]);
-  copies.key_bias_stages = shared_address(&shared.key_bias[slice][0][0]);
-  copies.key_bias = bias_is_shared ? row_of<const float>(p.key_bias, here.batch, RowPlace(call, here.head, 0).head) : nullptr;
-  if (!p.page_table && !p.index.entries.data) copies.find_places(0);
+  ChunkCopies<kDim, Sizes::kKeys, kStages, Sizes::kTeamThreads, kHasLists> copies{
+      p, here.batch, here.kv_head, here.first_key + slice * Sizes::kKeys, Sizes::kChunkKeys};
+  copies.begin(team_thread, shared_address(&shared.stages[slice][0]), shared_address(&shared.key_bias[slice][0][0]),
+               bias_is_shared ? row_of<const float>(p.key_bias, here.batch, RowPlace(call, here.head, 0).head) : nullptr);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 
   [[maybe_unused]] auto token = begin_token<kDim, Sizes::kThreads / 32>(given, token_shared, here);
   here.find_length(call);
-  copies.listed.find(call, here.batch, here.head);
+  if constexpr (kHasLists) copies.begin_list(call, here.head);
   if (here.first_key >= here.last_key && call.part_out) return;
   copies.last_key = here.last_key;
   copies.chunks = (here.last_key - here.first_key + Sizes::kChunkKeys - 1) / Sizes::kChunkKeys;
@@ -316,8 +311,8 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
       float scores[1][Sizes::kKeys / 8][4];
       clear(scores);
       multiply_held<T>(scores[0], query, Fragment<kDim>::wide(key_tile, 0, 0));
-      const float* const bias = copies.key_bias || terms.has_lists ? shared.key_bias[slice][chunk % kStages] : nullptr;
-      terms.apply(scores[0], copies.first_key_of(chunk), bias, here.last_key);
+      const float* const bias = copies.key_bias || kHasLists ? shared.key_bias[slice][chunk % kStages] : nullptr;
+      terms.template apply<kHasLists>(scores[0], copies.first_key_of(chunk), bias, here.last_key);
       // Turn scores into weights, and rescale the sums if a maximum moved.
       softmax.update(scores, 1.0f, out);
       // Multiply out += weights V.
@@ -357,6 +352,9 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
 template <class T, int kDim, DecodeRows kRows, class Call>
 cudaError_t launch_decode(const Call& given, cudaStream_t stream) {
   const DecodeCall& call = decode_of(given);
+  if constexpr (std::is_same_v<Call, DecodeCall>) {
+    if (call.p.index.entries.data) return launch_decode<T, kDim, kRows>(ListedCall{call}, stream);
+  }
   using Sizes = DecodeSizes<kDim, kRows>;
   constexpr int kBytes = sizeof(DecodeShared<kDim, kRows>);
   constexpr bool kTakesToken = std::is_same_v<Call, StepCall>;

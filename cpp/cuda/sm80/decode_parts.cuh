@@ -42,74 +42,19 @@ struct alignas(128) DecodeStage {
   uint16_t keys[kKeys * kDim], values[kKeys * kDim];
 };
 
-// What a block's rows see by their list.
-struct ListedKeys {
-  const int32_t* list = nullptr;  // null: there are no lists
-  int end = 0;                    // the keys up to the query's position
-
-  __device__ __forceinline__ void find(const DecodeCall& call, int batch, int head) {
-    const DecodeParams& p = call.p;
-    if (!p.index.entries.data) return;
-    const RowPlace place(call, head, 0);
-    list = row_of<const int32_t>(p.index.entries, batch, place.head) + place.query * p.index.row_stride;
-    end = length_of(p, batch) - static_cast<int>(p.queries) + place.query + 1;
-  }
-};
-
-// Starts to copy a chunk of listed keys, from place `first` on; says whether one of their pages is out of range. A place without
-// a key gets a bias of -inf. Each warp looks up the keys of its own rows. A function of its own, so that the loop over chunks
-// keeps none of its registers.
-template <int kDim, int kKeys, int kTeamThreads>
-__device__ __noinline__ bool start_listed(const DecodeParams& p, ListedKeys from, int batch, int kv_head, uint32_t to,
-                                          uint32_t to_bias, const float* key_bias, int first, int last, int thread) {
-  using Copy = RowCopy<kDim, kTeamThreads>;
-  constexpr int kRowsOfWarp = Copy::kRows * 32 / kTeamThreads, kKeysOfWarp = kKeys * 32 / kTeamThreads;
-  static_assert(kKeysOfWarp <= 32);
-  const int lane = thread % 32, first_row = thread / 32 * kRowsOfWarp;
-  // Look up a key for each lane: its page, and its row there.
-  const int row = lane / kRowsOfWarp * Copy::kRows + first_row + lane % kRowsOfWarp;
-  int page = batch, at = -1;
-  bool is_bad = false;
-  if (lane < kKeysOfWarp) {
-    const int key = first + row < last ? listed_key(p.index, from.list, from.end, first + row) : -1;
-    at = key;
-    if (key >= 0 && p.page_table) {
-      const int page_size = static_cast<int>(p.page_size), entry = key / page_size;
-      page = p.page_table[batch * p.table_stride + entry];
-      is_bad = page < 0 || page >= p.pages;
-      at = is_bad ? -1 : key - entry * page_size;
-    }
-    if (at >= 0 && key_bias) {
-      copy_async_4(to_bias + row * 4, key_bias + key, true);
-    } else {
-      store_shared_4(to_bias + row * 4, __float_as_uint(at < 0 ? negative_infinity() : 0.0f));
-    }
-  }
-  // Start the copies of rows.
-  const Copy of_keys(static_cast<int>(p.head_dim), thread), of_values(static_cast<int>(p.value_dim), thread);
-  const uint32_t values = to + sizeof(DecodeStage<kDim, kKeys>) / 2;
-#pragma unroll
-  for (int r = 0; r < kKeys; r += Copy::kRows) {
-    const int owner = r / Copy::kRows * kRowsOfWarp + of_keys.row - first_row;
-    const int row_page = __shfl_sync(0xffffffffu, page, owner), row_at = __shfl_sync(0xffffffffu, at, owner);
-    const bool wanted = row_at >= 0;
-    const int64_t in_page = wanted ? row_at : 0;
-    of_keys.start(to, r, rows_of_head(p.key, wanted ? row_page : 0, kv_head) + in_page * p.key.row_stride * 2, wanted);
-    of_values.start(values, r, rows_of_head(p.value, wanted ? row_page : 0, kv_head) + in_page * p.value.row_stride * 2, wanted);
-  }
-  return is_bad;
-}
-
 // Copies chunks of keys into the ring of a team of warps. A chunk has one place or more, of 16 keys each; lane i of a warp knows
-// where place i begins.
-template <int kDim, int kKeys, int kStages, int kTeamThreads>
+// where place i begins. With lists a lane knows where one key lies that its warp copies, of this chunk or the next.
+template <int kDim, int kKeys, int kStages, int kTeamThreads, bool kHasLists>
 struct ChunkCopies {
   using Copy = RowCopy<kDim, kTeamThreads>;
   static constexpr int kPlaces = kKeys / kPlaceKeys, kChunksAtOnce = 32 / kPlaces;
   static constexpr int kStageBytes = sizeof(DecodeStage<kDim, kKeys>);
+  static constexpr int kWarpKeys = kKeys * 32 / kTeamThreads;        // of a chunk
+  static constexpr int kPassKeys = Copy::kRows * 32 / kTeamThreads;  // that a warp copies at once
+  static constexpr int kListedAtOnce = 32 / kWarpKeys;               // chunks
+  static_assert(kWarpKeys <= 32 && 32 % kWarpKeys == 0);
 
   const DecodeParams& p;
-  ListedKeys listed;
   int batch, kv_head;
   int first_key, step;  // the first chunk's first key, and keys from one chunk to the next
   int last_key = 0, chunks = 0;
@@ -118,7 +63,22 @@ struct ChunkCopies {
   const float* key_bias = nullptr;           // [Smax], null: nothing to copy
   const char *keys = nullptr, *values = {};  // where this lane's place begins
   bool has_bad_page = false;
+  const int32_t* entries = nullptr;  // the list of the block's rows
+  int end = 0;                       // behind the last key that it may show
+  int entry = 0;                     // that this lane looks up next
+  int key = -1, page = 0, row = 0;   // what it looked up: a key, -1 for none, its page, and its row there
 
+  __device__ __forceinline__ void begin(int team_thread, uint32_t to, uint32_t to_key_bias, const float* shared_bias) {
+    thread = team_thread, stages = to, key_bias_stages = to_key_bias, key_bias = shared_bias;
+    if (!p.page_table && !kHasLists) find_places(0);
+  }
+  // Finds the list of a head of the call, and starts to read its first entries.
+  __device__ __forceinline__ void begin_list(const DecodeCall& call, int head) {
+    const RowPlace place(call, head, 0);
+    entries = row_of<const int32_t>(p.index.entries, batch, place.head) + place.query * p.index.row_stride;
+    end = length_of(p, batch) - static_cast<int>(p.queries) + place.query + 1;
+    find_entries(0);
+  }
   __device__ __forceinline__ int first_key_of(int chunk) const { return first_key + chunk * step; }
 
   // Looks up the places from this chunk on. Nothing is read any more when a page number is out of range.
@@ -137,15 +97,17 @@ struct ChunkCopies {
     values = rows_of_head(p.value, page, kv_head) + row * p.value.row_stride * 2;
   }
 
+  // Starts to read the entries of chunks from this one on.
+  __device__ __forceinline__ void find_entries(int chunk) { entry = listed_entry(p.index, entries, place_of_lane(chunk)); }
+
   // Starts to copy a chunk's keys and values. Rows that do not exist become zeros.
   __device__ __forceinline__ void start(int chunk) {
-    if (chunk < chunks && listed.list) {
-      const int stage = chunk % kStages;
-      const bool is_bad = start_listed<kDim, kKeys, kTeamThreads>(p, listed, batch, kv_head, stages + stage * kStageBytes,
-                                                                  key_bias_stages + stage * kKeys * 4, key_bias,
-                                                                  first_key_of(chunk), last_key, thread);
-      has_bad_page |= __any_sync(0xffffffffu, is_bad) != 0;
-    } else if (chunk < chunks) {
+    if (chunk >= chunks) return;
+    if constexpr (kHasLists) {
+      if (chunk % kListedAtOnce == 0) find_listed(chunk);
+      start_listed(chunk);
+      if ((chunk + 1) % kListedAtOnce == 0) find_entries(chunk + 1);
+    } else {
       if (chunk % kChunksAtOnce == 0 && (chunk > 0 || p.page_table)) find_places(chunk);
       const int stage = chunk % kStages, first = first_key_of(chunk);
       uint32_t to = stages + stage * kStageBytes;
@@ -161,6 +123,51 @@ struct ChunkCopies {
   }
 
  private:
+  // Which of a chunk's keys a lane looks up, and in what place it is of the list.
+  __device__ __forceinline__ int key_of_lane() const {
+    const int lane = thread % kWarpKeys;
+    return lane / kPassKeys * Copy::kRows + thread / 32 * kPassKeys + lane % kPassKeys;
+  }
+  __device__ __forceinline__ int place_of_lane(int chunk) const {
+    return first_key_of(chunk + thread % 32 / kWarpKeys) + key_of_lane();
+  }
+  __device__ __forceinline__ void find_listed(int chunk) {
+    key = listed_key(p.index, entry, end, place_of_lane(chunk));
+    page = p.page_table ? 0 : batch, row = max(key, 0);
+    bool is_bad = false;
+    if (key >= 0 && p.page_table) {
+      const int page_size = static_cast<int>(p.page_size), number = key / page_size;
+      page = p.page_table[batch * p.table_stride + number], row = key - number * page_size;
+      is_bad = page < 0 || page >= p.pages;
+      if (is_bad) key = -1, page = 0;
+    }
+    has_bad_page |= __any_sync(0xffffffffu, is_bad) != 0;
+  }
+  // A place without a key gets zeros, and a bias of -inf.
+  __device__ __forceinline__ void start_listed(int chunk) const {
+    const int stage = chunk % kStages, first_lane = chunk % kListedAtOnce * kWarpKeys;
+    if (thread % 32 / kWarpKeys == chunk % kListedAtOnce) {
+      const uint32_t to = key_bias_stages + (stage * kKeys + key_of_lane()) * 4;
+      if (key >= 0 && key_bias) {
+        copy_async_4(to, key_bias + key, true);
+      } else {
+        store_shared_4(to, __float_as_uint(key < 0 ? negative_infinity() : 0.0f));
+      }
+    }
+    const uint32_t to = stages + stage * kStageBytes;
+    const Copy of_keys(static_cast<int>(p.head_dim), thread), of_values(static_cast<int>(p.value_dim), thread);
+    const int lane = first_lane + of_keys.row % kPassKeys;
+#pragma unroll
+    for (int pass = 0; pass < kWarpKeys / kPassKeys; ++pass) {
+      const int from = lane + pass * kPassKeys, r = pass * Copy::kRows;
+      const bool wanted = __shfl_sync(0xffffffffu, key, from) >= 0;
+      const int from_page = __shfl_sync(0xffffffffu, page, from);
+      const int64_t in_page = __shfl_sync(0xffffffffu, row, from);
+      of_keys.start(to, r, rows_of_head(p.key, from_page, kv_head) + in_page * p.key.row_stride * 2, wanted);
+      of_values.start(to + kStageBytes / 2, r, rows_of_head(p.value, from_page, kv_head) + in_page * p.value.row_stride * 2,
+                      wanted);
+    }
+  }
   __device__ __forceinline__ void start_key_bias(int chunk) const {
     const int first = first_key_of(chunk), stage = chunk % kStages;
     if (key_bias && thread < kKeys) {
