@@ -36,7 +36,14 @@ class Decode:
 
     def call(self, **changes):
         """(out, lse), out of poisoned memory."""
-        options = {"key_bias": self.key_bias, "sinks": self.sinks, "softcap": self.softcap, "scale": self.scale, "mask": self.mask, **changes}
+        options = {
+            "key_bias": self.key_bias,
+            "sinks": self.sinks,
+            "softcap": self.softcap,
+            "scale": self.scale,
+            "mask": self.mask,
+            **changes,
+        }
         with poisoned_memory(self.query):
             key, value = options.pop("key", self.key), options.pop("value", self.value)
             return dmattn.decode_attention(self.query, key, value, self.lengths, return_lse=True, **options)
