@@ -107,9 +107,12 @@ __device__ __forceinline__ float end_lse(float maximum, float sum) {
 struct RowPlace {
   int head, query;
   __device__ __forceinline__ RowPlace(const DecodeCall& call, int call_head, int row) {
-    const int later = row / call.group, heads_before = call_head / call.queries_apart;
-    query = call_head - heads_before * call.queries_apart + later;
-    head = heads_before * call.group + row - later * call.group;
+    query = row / call.group, head = row - query * call.group;
+    if (call.queries_apart > 1) {
+      const int heads_before = call_head / call.queries_apart;
+      query += call_head - heads_before * call.queries_apart, call_head = heads_before;
+    }
+    head += call_head * call.group;
   }
 };
 

@@ -26,7 +26,7 @@ struct DecodeTile {
     part = static_cast<int>(index % parts), index /= parts;
     first_row = static_cast<int>(index % tiles) * kTileRows, index /= tiles;
     head = static_cast<int>(index % heads), batch = static_cast<int>(index / heads);
-    kv_head = head / call.sharing;
+    kv_head = call.sharing > 1 ? head / call.sharing : head;
     rows = min(kTileRows, call.rows - first_row);
     first_key = part * call.block_splits * call.split_keys;
   }
