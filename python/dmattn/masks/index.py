@@ -33,7 +33,7 @@ class IndexMask(MaskData):
 
     Entries that are in no sequence are refused where the values lie on the CPU (and nothing is being traced); elsewhere they list nothing.
     Do not write into the lists of a mask: decoding relies on lists that :func:`index_top_k`, ``top_k`` or ``from_bool`` made having no entry
-    twice. ``IndexMask(buffer)`` may be made anew of a tensor that changes.
+    twice. For a tensor that changes, make ``IndexMask(tensor)`` again.
 
     Args:
         indices: int32 or int64 [B|1, H|Hkv|1, Sq, K], or with leading dimensions left out; kept as int32. Entry n lists the keys from
