@@ -37,7 +37,7 @@ function(dmattn_add_cuda target)
     ${instance_sources}
     cpp/cuda/common/pack.cu cpp/cuda/key_lists/live_keys.cu cpp/cuda/common/gradient_sums.cu cpp/cuda/common/cache.cu
     cpp/cuda/common/merge_parts.cu cpp/cuda/key_lists/one_list.cu cpp/cuda/key_lists/compact_keys.cu cpp/cuda/key_lists/key_ranges.cu cpp/cuda/key_lists/key_unions.cu cpp/cuda/key_lists/query_lists.cu
-    cpp/cuda/key_lists/list_keys.cu cpp/cuda/key_lists/tile_order.cu cpp/cuda/sm80/dispatch.cu cpp/cuda/indexer/scores.cu cpp/cuda/indexer/few_heads.cu
+    cpp/cuda/key_lists/tile_order.cu cpp/cuda/sm80/dispatch.cu cpp/cuda/indexer/scores.cu cpp/cuda/indexer/few_heads.cu
     cpp/cuda/indexer/choose.cu cpp/cuda/indexer/loss.cu
     ${host_sources} cpp/cuda/find_keys.cpp)
   target_include_directories(${target} PRIVATE cpp/cuda ${instance_include})

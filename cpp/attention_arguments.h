@@ -96,24 +96,11 @@ inline void fill_block_mask(AttentionArguments& given, AttentionParams& p) {
 inline void fill_index_lists(AttentionArguments& given, AttentionParams& p) {
   check(given.indices || !given.index_offset, "index_offset: expected none without indices");
   if (!given.indices) return;
+  // Local keys are not cut to the number of keys: by index_offset a query may stand far behind the last one. Kernels add
+  // positions to it.
   IndexLists& lists = p.mask.index;
-  Tensor& indices = *given.indices;
-  check_dtype("indices", indices, ScalarType::Int);
-  const int64_t count = indices.dim() == 4 ? indices.size(3) : 0;
-  lists.entries = to_per_head("indices", indices, given.query, p.batch, p.heads, p.kv_heads, {p.query_length, count},
-                              "[B|1, H|Hkv|1, Sq, K]");
-  lists.row_stride = indices.stride(2), lists.count = count;
-  static int32_t nothing = 0;  // an empty tensor may have no address, and lists without entries are lists, too
-  if (!lists.entries.data) lists.entries.data = &nothing;
-  const int64_t block = given.index_block;
-  check(block >= 1 && block <= kMaxIndexBlock && (block & (block - 1)) == 0, "index_block: expected a power of two from 1 to ",
-        kMaxIndexBlock, ", got ", block);
-  while (int64_t{1} << lists.log2_block < block) ++lists.log2_block;
-  const std::pair<const char*, int64_t> numbers[] = {{"index_local", given.index_local}, {"index_sinks", given.index_sinks}};
-  for (auto [name, number] : numbers) check(number >= 0, name, ": expected a number of keys, 0 or more, got ", number);
-  // Not the number of keys: by index_offset a query may stand far behind the last one. Kernels add positions to it.
-  lists.local = static_cast<int32_t>(std::min(given.index_local, int64_t{1} << 30));
-  lists.sinks = static_cast<int32_t>(std::min(given.index_sinks, p.key_length));
+  lists = to_index_lists(*given.indices, given.query, p.kv_heads, {given.index_block, given.index_local, given.index_sinks},
+                         int64_t{1} << 30, p.key_length, "[B|1, H|Hkv|1, Sq, K]");
   if (!given.index_offset) return;
   Tensor& offset = *given.index_offset;
   check_dtype("index_offset", offset, ScalarType::Int);

@@ -105,7 +105,7 @@ inline CheckedDecode check_step(const CheckedUpdate& update, const CacheTensors&
                                 double softcap) {
   check(query.dim() == 4 && query.size(2) == 1, "query: expected [B, H, 1, D], got ", shape_text(query));
   CheckedDecode checked = check_decode(query, cache.key, cache.value, update.lengths, std::nullopt, cache.score, std::nullopt,
-                                       /*is_causal=*/false, scale, softcap);
+                                       std::nullopt, /*is_causal=*/false, scale, softcap);
   const CacheParams& p = update.params;
   checked.params.capacity = int64_t{p.window} + p.local + p.sink;
   checked.params.lengths_are_flags = true;

@@ -6,11 +6,11 @@
 namespace dmattn {
 
 inline constexpr int64_t kMaxDecodeQueries = 16;
-inline constexpr int64_t kPageUnit = 16;  // page sizes are multiples of it, or 1
+inline constexpr int64_t kPageUnit = 16;  // page sizes are multiples of it
 
 struct CheckedDecode {
   Tensor query, key, value;
-  std::optional<Tensor> lengths, page_table, key_bias, sinks;
+  std::optional<Tensor> lengths, page_table, key_bias, sinks, indices;
   Tensor out, lse;
   DecodeParams params;
 };
@@ -37,20 +37,43 @@ inline void check_caches(const CheckedDecode& checked, DecodeParams& p) {
   p.pages = key.size(0), p.page_size = key.size(1), p.kv_heads = key.size(2);
   check_shape("key", key, {p.pages, p.page_size, p.kv_heads, p.head_dim}, "[pages, page_size, Hkv, D]");
   check_shape("value", value, {p.pages, p.page_size, p.kv_heads, p.value_dim}, "[pages, page_size, Hkv, Dv]");
-  check(p.page_size == 1 || (p.page_size > 0 && p.page_size % kPageUnit == 0), "key: expected pages of a multiple of ", kPageUnit,
-        " keys, got ", p.page_size);
+  check(p.page_size > 0 && p.page_size % kPageUnit == 0, "key: expected pages of a multiple of ", kPageUnit, " keys, got ",
+        p.page_size);
   check(p.pages < int64_t{1} << 31, "key: expected fewer than 2^31 pages, got ", p.pages);
   check(p.page_size <= kMaxLength && table.size(1) <= kMaxLength, "page_table: expected room for up to ", kMaxLength,
         " keys, got ", shape_text(table), " pages of ", p.page_size);
   p.capacity = table.size(1) * p.page_size;
 }
 
+inline void fill_decode_lists(CheckedDecode& checked, const ListOptions& options, DecodeParams& p) {
+  if (!checked.indices) return;
+  p.index = to_index_lists(*checked.indices, checked.query, p.kv_heads, options, p.capacity, p.capacity, "[B|1, H|Hkv|1, T, K]");
+  check(p.index.count <= kMaxLength, "indices: expected lists of up to ", kMaxLength, " entries, got ", p.index.count);
+  p.places = (p.index.count << p.index.log2_block) + p.index.local + p.index.sinks;
+  check(p.places <= kMaxLength, "indices: expected lists of up to ", kMaxLength, " keys, local ones and sinks included, got ",
+        p.places);
+  // Heads that share their keys read a list together, unless a key has a bias of its own for each.
+  const int64_t group = p.heads > 0 ? p.heads / p.kv_heads : 1;
+  const bool is_shared = p.index.entries.head_divisor % group == 0 && (!p.key_bias.data || p.key_bias.head_divisor % group == 0);
+  p.list_heads = is_shared ? p.kv_heads : p.heads;
+  p.is_causal = false;
+}
+
 inline CheckedDecode check_decode(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> lengths,
                                   std::optional<Tensor> page_table, std::optional<Tensor> key_bias, std::optional<Tensor> sinks,
-                                  bool is_causal, double scale, double softcap) {
-  CheckedDecode checked{
-      query,    key,      value, std::move(lengths), std::move(page_table), std::move(key_bias), std::move(sinks),
-      Tensor(), Tensor(), {}};
+                                  std::optional<Tensor> indices, bool is_causal, double scale, double softcap,
+                                  const ListOptions& lists = {}) {
+  CheckedDecode checked{query,
+                        key,
+                        value,
+                        std::move(lengths),
+                        std::move(page_table),
+                        std::move(key_bias),
+                        std::move(sinks),
+                        std::move(indices),
+                        Tensor(),
+                        Tensor(),
+                        {}};
   DecodeParams& p = checked.params;
   for (auto [name, tensor] : {std::pair{"query", &query}, {"key", &key}, {"value", &value}}) {
     check_rows(name, *tensor, query, "");
@@ -73,6 +96,7 @@ inline CheckedDecode check_decode(const Tensor& query, const Tensor& key, const 
     p.key_bias =
         to_per_head("key_bias", *checked.key_bias, query, p.batch, p.heads, p.kv_heads, {p.capacity}, "[B|1, H|Hkv|1, Smax]");
   }
+  fill_decode_lists(checked, lists, p);
   if (checked.sinks) {
     check_dtype("sinks", *checked.sinks, sum_type);
     check_device("sinks", *checked.sinks, query);

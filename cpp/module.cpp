@@ -203,6 +203,9 @@ nb::dict decode_plan(const nb::dict& call, const nb::dict& device) {
   p.queries = get<int64_t>(call, "query_length", 1), p.capacity = get<int64_t>(call, "key_length", 1);
   p.head_dim = get<int64_t>(call, "head_dim", 128), p.value_dim = get<int64_t>(call, "value_dim", p.head_dim);
   p.dtype = dtype_of(get<std::string>(call, "dtype", "bfloat16"));
+  static int32_t nothing = 0;
+  p.places = get<int64_t>(call, "listed_keys", 0), p.list_heads = get<int64_t>(call, "list_heads", p.kv_heads);
+  if (p.places > 0) p.index.entries.data = &nothing;
   const DecodePlan decode =
       plan_decode(p, target, get<bool>(device, "has_room_for_clusters", true) ? Clusters::kMayBe : Clusters::kNever);
   const DecodePlan step = get<bool>(call, "takes_token", false) ? plan_step(p, target) : DecodePlan{};

@@ -179,6 +179,10 @@ struct DecodeParams {
   bool lengths_are_flags = false;       // a length above 0 stands for Smax
   const int32_t* page_table = nullptr;  // [B, max_pages], table_stride between sequences; null: no pages
   int64_t table_stride = 0, pages = 0, page_size = 0;
+  // With lists a query sees what its own shows, up to its position, and is_causal is false. No list has an entry twice.
+  IndexLists index;
+  int64_t list_heads = 0;       // heads with a list of their own: Hkv, or H
+  int64_t places = 0;           // of a list: count << log2_block listed keys, then `local` and `sinks`
   PerHead key_bias;             // [B|1, H|Hkv|1, Smax], float (double for kFloat64); may be null
   const void* sinks = nullptr;  // [H], like key_bias: logits in the denominator alone; may be null
 
@@ -261,31 +265,26 @@ struct PackParams {
 #define DMATTN_HOST_DEVICE
 #endif
 
-// The keys that queries of a decode step see by their lists, of those up to each query's position. Query t of sequence b stands
-// at position lengths[b] - T + t.
-struct ListKeysParams {
-  int64_t batch = 0, heads = 0, queries = 0, entries = 0;  // of lists; heads: Hkv or H
-  int64_t capacity = 0, most = 0;                          // keys that a sequence has room for; M
-  PerHead lists;                                           // int32 [B|1, heads, T, K], row_stride between queries
-  int64_t row_stride = 0;
-  int32_t log2_block = 0, local = 0, sinks = 0;
-  const int32_t* lengths = nullptr;     // [B], taken as within [0, capacity]
-  const int32_t* page_table = nullptr;  // [B, max_pages], table_stride between sequences; null: no pages
-  int64_t table_stride = 0, pages = 0, page_size = 0;
-  // Which row of a cache has a key: that of its page (without pages its sequence), its key head, and where it stands there.
-  int64_t kv_heads = 0, page_step = 0, head_step = 0, key_step = 0;
-  int32_t* rows = nullptr;    // [B, heads, T, M] contiguous, output: in the order of keys, each once, -1 behind them
-  int32_t* counts = nullptr;  // [B, heads, T] contiguous, output
-};
+// What a query sees by its list has places: for the listed keys first, then for its last ones, then for the sinks. The entry of a
+// place; any number where it has none.
+DMATTN_HOST_DEVICE static inline int32_t listed_entry(const IndexLists& lists, const int32_t* list, int32_t place) {
+  return place < lists.count << lists.log2_block ? list[place >> lists.log2_block] : 0;
+}
 
-// The row of a sequence's key in a cache. The page is in range.
-DMATTN_HOST_DEVICE static inline int32_t cache_row(const ListKeysParams& p, int64_t batch, int64_t head, int32_t key) {
-  int64_t page = batch;
-  if (p.page_table) {
-    const int32_t size = static_cast<int32_t>(p.page_size), entry = key / size;
-    page = p.page_table[batch * p.table_stride + entry], key -= entry * size;
+// The key in a place, -1 where there is none, or where it has another place. `end` is behind the last key that the query may see.
+DMATTN_HOST_DEVICE static inline int32_t listed_key(const IndexLists& lists, int32_t entry, int32_t end, int32_t place) {
+  const int32_t listed = static_cast<int32_t>(lists.count << lists.log2_block);
+  const int32_t sinks = lists.sinks < end ? lists.sinks : end;
+  int32_t key = place - listed - lists.local, first = 0, last = sinks;
+  if (place < listed) {
+    if (entry < 0 || entry >= end) return -1;  // before it is shifted
+    key = (entry << lists.log2_block) + (place & ((1 << lists.log2_block) - 1));
+    first = sinks, last = end - lists.local;
+  } else if (key < 0) {
+    key += end;
+    first = sinks, last = end;
   }
-  return static_cast<int32_t>(page * p.page_step + head * p.kv_heads / p.heads * p.head_step + key * p.key_step);
+  return key >= first && key < last ? key : -1;
 }
 
 // The rows of key that an indexer may choose for a query, [first, end) and [later, later_end): those that the query may see and

@@ -21,11 +21,9 @@
 //   weights [B, G, R, Hi], slope [G], key_bias [B|1, G|1, h|1, Sk], lse [B, G, h, R]   positions int64 [R]
 //   lists int32 [B|1, G|1, R, n]: blocks, each once, M = n * block_size; none: M = Sk   N = M, or with is_pooled n
 //   start, end int32 [B|1, G|1, Sk]   losses, of_slopes [B, G, R], of_products and of_weights like what they are of
-//   list_keys: indices int32 [B|1, heads|1, T, K], heads: H or Hkv, lengths and page_table as in decode -> rows int32
-//   [B, heads, T, M] of the cache that hold the keys, M = min(K * index_block + index_local + index_sinks, capacity), counts
-//   int32 [B, heads, T]. A row is the sequence, or the page, times page_step, and the key head and the key's place times theirs.
 //   decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
 //   lengths int32 [B]   page_table int32 [B, max_pages]   key_bias [B|1, H|Hkv|1, Smax]   sinks [H]
+//   indices int32 [B|1, H|Hkv|1, T, K], no list has an entry twice; queries then see no key behind their position
 //   cache_update, cache_step, cache_join, cache_extend, cache_rewind: a bounded cache (docs/serving.md), N = sink + local +
 //   window + rewind slots
 //     key_cache [B, Hkv, N, D]   value_cache [B, Hkv, N, Dv]   score_cache [B, Hkv, N]   position int32 [B, Hkv, N]
@@ -84,13 +82,9 @@ DMATTN_OPS(m) {
       "-> (Tensor losses, Tensor of_products, Tensor of_weights, Tensor of_slopes)");
 
   m.def(
-      "list_keys(Tensor indices, Tensor lengths, Tensor? page_table, SymInt pages, SymInt page_size, SymInt capacity, "
-      "SymInt heads, SymInt kv_heads, SymInt page_step, SymInt head_step, SymInt key_step, int index_block, "
-      "SymInt index_local, SymInt index_sinks) -> (Tensor rows, Tensor counts)");
-
-  m.def(
       "decode(Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? page_table, Tensor? key_bias, Tensor? sinks, "
-      "bool is_causal, float scale, float softcap) -> (Tensor out, Tensor lse)");
+      "Tensor? indices, bool is_causal, float scale, float softcap, int index_block, SymInt index_local, SymInt index_sinks) "
+      "-> (Tensor out, Tensor lse)");
 
   m.def(
       "cache_update(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) score_cache, Tensor(d!) position, "

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 #include <vector>
@@ -66,6 +67,32 @@ inline PerHead to_per_head(const char* name, Tensor& tensor, const Tensor& like,
   view.head_divisor = tensor.size(1) == heads ? 1 : tensor.size(1) == kv_heads ? heads / kv_heads : heads;
   view.head_divisor = view.head_divisor > 0 ? view.head_divisor : 1;  // H = 0
   return view;
+}
+
+// How an op is told to read lists.
+struct ListOptions {
+  int64_t block = 1, local = 0, sinks = 0;
+};
+
+// The lists of an op's queries; no more than `most_local` local keys, and of sinks no more than `keys`.
+inline IndexLists to_index_lists(Tensor& indices, const Tensor& query, int64_t kv_heads, const ListOptions& options,
+                                 int64_t most_local, int64_t keys, const char* meaning) {
+  IndexLists lists;
+  check_dtype("indices", indices, ScalarType::Int);
+  lists.count = indices.dim() == 4 ? indices.size(3) : 0;
+  lists.entries =
+      to_per_head("indices", indices, query, query.size(0), query.size(1), kv_heads, {query.size(2), lists.count}, meaning);
+  lists.row_stride = indices.stride(2);
+  static int32_t nothing = 0;  // an empty tensor may have no address, and lists without entries are lists, too
+  if (!lists.entries.data) lists.entries.data = &nothing;
+  check(options.block >= 1 && options.block <= kMaxIndexBlock && (options.block & (options.block - 1)) == 0,
+        "index_block: expected a power of two from 1 to ", kMaxIndexBlock, ", got ", options.block);
+  while (int64_t{1} << lists.log2_block < options.block) ++lists.log2_block;
+  const std::pair<const char*, int64_t> numbers[] = {{"index_local", options.local}, {"index_sinks", options.sinks}};
+  for (auto [name, number] : numbers) check(number >= 0, name, ": expected a number of keys, 0 or more, got ", number);
+  lists.local = static_cast<int32_t>(std::min(options.local, most_local));
+  lists.sinks = static_cast<int32_t>(std::min(options.sinks, keys));
+  return lists;
 }
 
 // The number that torch's C functions have for a type that new tensors can have.

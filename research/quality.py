@@ -80,7 +80,7 @@ class Run:
         held = torch.Generator(device).manual_seed(1 << 20)  # the same for all seeds
         self.held = {split: [self.task.draw(held, split) for _ in range(settings.eval_batches)] for split in splits}
         self.teacher: Model | None = None
-        self.replayed: ReplayedStep | None = None
+        self.replayed: dict[int | None, ReplayedStep] = {}  # by window
         self.untaught = settings.index_warm_up > 0  # whether the indexers learn only after the dense part
         self.step = 0
         self.spent = 0.0
@@ -132,10 +132,10 @@ class Run:
         if self.untaught and window is not None:
             self.teach_indexers()
         batch = self.task.draw(self.generator, "train")
-        loss = self.gradients(batch, window, noise) if self.replayed is None else self.replayed(batch)
+        loss = self.replayed[window](batch) if self.replayed else self.gradients(batch, window, noise)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()
-        if self.replayed is None:  # a graph writes gradients, it does not add to them
+        if not self.replayed:  # a graph writes gradients, it does not add to them
             self.optimizer.zero_grad()
         return loss
 
@@ -181,7 +181,7 @@ class Run:
             self.optimizer.zero_grad()
         self.evaluate("held", self.held["held"][:1])
         if s.replayed and self.device != "cpu":
-            self.replayed = ReplayedStep(self, batch)
+            self.replayed = {window: ReplayedStep(self, batch, window) for window in windows}
         torch.manual_seed(s.seed)
 
     # Evaluation --------------------------------------------------------------------------------------------------------------------
@@ -234,23 +234,27 @@ class Run:
 class ReplayedStep:
     """A CUDA graph of the loss and gradients of a step. Gradients stay where they are, those of a step replace those before."""
 
-    def __init__(self, run: Run, batch: Batch) -> None:
+    def __init__(self, run: Run, batch: Batch, window: int | None) -> None:
         self.batch = batch
         others = torch.cuda.Stream()
         others.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(others):  # what is allocated once, such as workspaces of matrix products
             for _ in range(2):
-                run.gradients(batch, run.settings.window, 0.0)
+                run.gradients(batch, window, 0.0)
                 run.optimizer.zero_grad()
         torch.cuda.current_stream().wait_stream(others)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.loss = run.gradients(batch, run.settings.window, 0.0)
+            self.loss = run.gradients(batch, window, 0.0)
+        self.gradients = [(parameter, parameter.grad) for parameter in run.model.parameters()]
+        run.optimizer.zero_grad()
 
     def __call__(self, batch: Batch) -> Tensor:
         for field in dataclasses.fields(batch):
             getattr(self.batch, field.name).copy_(getattr(batch, field.name))
         self.graph.replay()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
         return self.loss.clone()
 
 

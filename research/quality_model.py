@@ -107,8 +107,8 @@ class Settings:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}: expected one of {', '.join(allowed)}, got {getattr(self, field)!r}")
-        if self.replayed and (self.noise or self.dense_until or self.anneal_until):
-            raise ValueError("replayed: expected False where steps differ (noise, dense_until, anneal_until), got True")
+        if self.replayed and (self.noise or self.anneal_until):
+            raise ValueError("replayed: expected False where many steps differ (noise, anneal_until), got True")
         if self.heads % self.kv:
             raise ValueError(f"kv_heads: expected a divisor of heads={self.heads}, got {self.kv_heads}")
         if self.mask == "gated" and self.kv != self.heads:

@@ -14,7 +14,7 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "A cache has no submodules.",
     ),
     "python/dmattn/cache.py:BoundedCache._take_steps: true, false 1": (
-        ":2], slots, None, bias, None, [False -> True], call.scale, call.softcap))",
+        "lots, None, bias, None, None, [False -> True], call.scale, call.softcap, *L",
         "Causality hides nothing from the last query of a sequence, and there is one query.",
     ),
     "cpp/cpu/backward_head.h:shared_bias_task: off by one 2": (

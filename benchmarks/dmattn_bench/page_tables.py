@@ -126,22 +126,23 @@ def training_steps(result: Row) -> str:
     return markdown(["tokens, window, GPUs", "dynamic", "causal", "faster"], lines, texts=1)
 
 
-def doge(result: Row) -> str:
-    """Of benchmarks/models.py --model doge: forward and backward, and peak memory."""
+def models(result: Row) -> str:
+    """Of benchmarks/models.py: forward and backward, and peak memory."""
     found: dict[int, dict[str, Row]] = {}
     for row in result["rows"]:
         found.setdefault(row["length"], {})[row["name"]] = row
+    names = dict.fromkeys(row["name"] for row in result["rows"])
     lines = []
-    for length, both in found.items():
+    for length, at_length in found.items():
         line = [f"{length:,}"]
-        for name in ("dmattn", "eager"):
-            row = both.get(name, {})
+        for name in names:
+            row = at_length.get(name, {})
             if "forward_ms" in row:
                 line += [f"{row['forward_ms']:.0f} + {row['backward_ms']:.0f} ms", f"{row['peak_gib']:.1f} GiB"]
             else:
                 line += ["out of memory" if row.get("out_of_memory") else "-", "-"]
         lines.append(line)
-    return markdown(["tokens", "dmattn", "peak memory", "eager", "peak memory"], lines, texts=0)
+    return markdown(["tokens", *(title for name in names for title in (name, "peak memory"))], lines, texts=0)
 
 
 def reductions(result: Row) -> str:
@@ -243,7 +244,8 @@ TABLES: dict[str, tuple[str, Callable[[Row], str]]] = {  # the file of a name, a
     "packs": ("varlen.json", packs),
     "predictions": ("cuda.json", predictions),
     "training-steps": ("training_step.json", training_steps),
-    "doge": ("doge.json", doge),
+    "doge": ("doge.json", models),
+    "deepseek": ("deepseek.json", models),
     "reductions": ("reduce.json", reductions),
     "index-masks": ("index_masks.json", index_masks),
     "index-peers": (f"{H100}/index_masks.json", index_peers),

@@ -18,9 +18,11 @@ namespace {
 
 std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> lengths,
                                      std::optional<Tensor> page_table, std::optional<Tensor> key_bias,
-                                     std::optional<Tensor> sinks, bool is_causal, double scale, double softcap) {
-  const CheckedDecode checked = check_decode(query, key, value, std::move(lengths), std::move(page_table), std::move(key_bias),
-                                             std::move(sinks), is_causal, scale, softcap);
+                                     std::optional<Tensor> sinks, std::optional<Tensor> indices, bool is_causal, double scale,
+                                     double softcap, int64_t index_block, int64_t index_local, int64_t index_sinks) {
+  const CheckedDecode checked =
+      check_decode(query, key, value, std::move(lengths), std::move(page_table), std::move(key_bias), std::move(sinks),
+                   std::move(indices), is_causal, scale, softcap, {index_block, index_local, index_sinks});
   run_decode(checked.params);
   return {checked.out, checked.lse};
 }

@@ -12,8 +12,10 @@ namespace {
 constexpr int64_t kLeastSplitKeys = 512;  // whole chunks
 constexpr int64_t kMostSplits = 16;
 
+// The most keys that a sequence can have, or with lists the places of one.
+DMATTN_INLINE int64_t most_keys(const DecodeParams& p) { return p.index.entries.data ? p.places : p.capacity; }
 DMATTN_INLINE int64_t split_keys(const DecodeParams& p) {
-  return max_of(kLeastSplitKeys, round_up(ceil_div(p.capacity, kMostSplits), kChunkKeys));
+  return max_of(kLeastSplitKeys, round_up(ceil_div(most_keys(p), kMostSplits), kChunkKeys));
 }
 DMATTN_INLINE int64_t splits_of(const DecodeParams& p, int64_t length) { return ceil_div(length, split_keys(p)); }
 
@@ -22,23 +24,41 @@ DMATTN_INLINE int64_t length_of(const DecodeParams& p, int64_t batch) {
   return max_of(0, min_of(p.lengths[batch], p.capacity));
 }
 
-// Rows of a key head: query t of the group's head g is row t * group + g.
+// Heads whose rows are computed together: those of keys, or with lists of each list, for each query.
+DMATTN_INLINE int64_t decode_heads(const DecodeParams& p) { return p.index.entries.data ? p.list_heads * p.queries : p.kv_heads; }
+
+// Rows of such a head: query t of its group's head g is row t * group + g.
 struct DecodeRows {
   int64_t batch, kv_head, group, rows, length;
+  int64_t first_head, first_query;
+  const int32_t* list = nullptr;  // null: there are no lists
+  int32_t list_end = 0;           // the keys up to the query's position
 
-  DMATTN_INLINE DecodeRows(const DecodeParams& p, int64_t head)
-      : batch(head / p.kv_heads),
-        kv_head(head % p.kv_heads),
-        group(p.heads / p.kv_heads),
-        rows(group * p.queries),
-        length(length_of(p, batch)) {}
-  DMATTN_INLINE int64_t head_of(int64_t row) const { return kv_head * group + row % group; }
-  DMATTN_INLINE int64_t query_of(int64_t row) const { return row / group; }
+  DMATTN_INLINE DecodeRows(const DecodeParams& p, int64_t task) : batch(task / decode_heads(p)) {
+    const int64_t queries_apart = p.index.entries.data ? p.queries : 1, head = task % decode_heads(p) / queries_apart;
+    const int64_t heads = decode_heads(p) / queries_apart;
+    kv_head = head / (heads / p.kv_heads), group = p.heads / heads, rows = group * p.queries / queries_apart;
+    first_head = head * group, first_query = task % queries_apart;
+    length = p.index.entries.data ? p.places : length_of(p, batch);
+    if (!p.index.entries.data) return;
+    list = static_cast<const int32_t*>(p.index.entries.data) + head_offset(p.index.entries, batch, first_head) +
+           first_query * p.index.row_stride;
+    list_end = static_cast<int32_t>(length_of(p, batch) - p.queries + first_query + 1);
+  }
+  DMATTN_INLINE int64_t head_of(int64_t row) const { return first_head + row % group; }
+  DMATTN_INLINE int64_t query_of(int64_t row) const { return first_query + row / group; }
   // The first key that a row does not see.
   DMATTN_INLINE int64_t end_of(const DecodeParams& p, int64_t row) const {
     return p.is_causal ? length - p.queries + query_of(row) + 1 : length;
   }
 };
+
+// The key number `at` of a row's sequence, or of its list, which may have none there: -1.
+DMATTN_INLINE int64_t key_at(const DecodeParams& p, const DecodeRows& here, int64_t at) {
+  if (!here.list) return at;
+  const int32_t place = static_cast<int32_t>(at);
+  return listed_key(p.index, listed_entry(p.index, here.list, place), here.list_end, place);
+}
 
 // Where a key of a sequence lies: its page or, without pages, the sequence, and its row there.
 struct KeyPlace {
@@ -49,11 +69,13 @@ DMATTN_INLINE KeyPlace place_of(const DecodeParams& p, int64_t batch, int64_t ke
   return {p.page_table[batch * p.table_stride + key / p.page_size], key % p.page_size};
 }
 
-DMATTN_INLINE bool has_bad_page(const DecodeParams& p, int64_t batch, int64_t first, int64_t last) {
+// Is a page of the keys from `first` to last - 1, or in such places of the list, out of range?
+DMATTN_INLINE bool has_bad_page(const DecodeParams& p, const DecodeRows& here, int64_t first, int64_t last) {
   if (!p.page_table) return false;
-  for (int64_t at = first / p.page_size; at <= (last - 1) / p.page_size; ++at) {
-    const int64_t page = p.page_table[batch * p.table_stride + at];
-    if (page < 0 || page >= p.pages) return true;
+  for (int64_t at = first; at < last; at = here.list ? at + 1 : round_up(at + 1, p.page_size)) {
+    const int64_t key = key_at(p, here, at);
+    const int64_t page = key < 0 ? 0 : place_of(p, here.batch, key).page;
+    if (page < 0 || (key >= 0 && page >= p.pages)) return true;
   }
   return false;
 }
@@ -64,12 +86,12 @@ constexpr int kBadPage = -1;  // in place of a split's sum: one of its page numb
 template <class R>
 struct DecodeShared {
   int64_t splits, rows, stride;
-  R *max, *sum;  // [B, Hkv, splits, rows]
-  R* out;        // [B, Hkv, splits, rows, stride]
+  R *max, *sum;  // [B, heads, splits, rows]
+  R* out;        // [B, heads, splits, rows, stride]
 
   DMATTN_INLINE DecodeShared(Arena& arena, const DecodeParams& p) {
-    splits = splits_of(p, p.capacity), rows = p.heads / p.kv_heads * p.queries, stride = padded<R>(p.value_dim);
-    const int64_t all = p.batch * p.kv_heads * splits * rows;
+    splits = splits_of(p, most_keys(p)), rows = p.heads * p.queries / decode_heads(p), stride = padded<R>(p.value_dim);
+    const int64_t all = p.batch * decode_heads(p) * splits * rows;
     max = arena.take<R>(all), sum = arena.take<R>(all), out = arena.take<R>(all * stride);
   }
   DMATTN_INLINE int64_t at(int64_t head, int64_t split, int64_t row) const { return (head * splits + split) * rows + row; }
@@ -85,6 +107,7 @@ struct DecodeScratch {
   SoftmaxState<R> state;
   R* correction;  // [rows]
   KeyChunk* chunk;
+  int64_t* keys;  // [chunk], of the sequence; -1 for none
 
   DMATTN_INLINE DecodeScratch(Arena& arena, const DecodeParams& p) {
     query_rows = take_matrix<R>(arena, kMaxTileQueries, p.head_dim);
@@ -96,30 +119,38 @@ struct DecodeScratch {
     state = {arena.take<R>(kMaxTileQueries), arena.take<R>(kMaxTileQueries)};
     correction = arena.take<R>(kMaxTileQueries);
     chunk = arena.take<KeyChunk>(1);
+    keys = arena.take<int64_t>(kChunkKeys);
   }
 };
 
-// to[k] = the row of key first + k
+// to[k] = the row of keys[k], zeros where there is none
 template <class R>
-void copy_cache_rows(const DecodeParams& p, const TensorView& rows, const DecodeRows& here, int64_t first, int64_t count,
+void copy_cache_rows(const DecodeParams& p, const TensorView& rows, const DecodeRows& here, const int64_t* keys, int64_t count,
                      int64_t width, const Matrix<R>& to) {
   const int64_t whole = padded<R>(width);
   with_stored(p.dtype, R(), [&](auto stored) {
     for (int64_t k = 0; k < count; ++k) {
-      const KeyPlace place = place_of(p, here.batch, first + k);
+      if (keys[k] < 0) {
+        for (int64_t d = 0; d < whole; ++d) to.row(k)[d] = 0;
+        continue;
+      }
+      const KeyPlace place = place_of(p, here.batch, keys[k]);
       widen_row<decltype(stored)>(row_at(rows, p.dtype, place.page, here.kv_head, place.row), to.row(k), width, whole);
     }
   });
 }
 
-// Products of keys first, first + 1, ... with rows first_row, ... to logits.
+// Products of `keys`, which are first, first + 1, ... or listed ones, with rows first_row, ... to logits.
 template <class R>
-void finish_decode_logits(const DecodeParams& p, const DecodeRows& here, int64_t first, int64_t count, int64_t first_row,
-                          int64_t rows, const Matrix<R>& logits) {
+void finish_decode_logits(const DecodeParams& p, const DecodeRows& here, const int64_t* keys, int64_t first, int64_t count,
+                          int64_t first_row, int64_t rows, const Matrix<R>& logits) {
   if (p.softcap > 0) cap<R>(static_cast<R>(p.softcap), count, padded<R>(rows), logits, Matrix<R>{nullptr, 0});
   for (int64_t i = 0; p.key_bias.data && i < rows; ++i) {
     const R* bias = static_cast<const R*>(p.key_bias.data) + head_offset(p.key_bias, here.batch, here.head_of(first_row + i));
-    for (int64_t k = 0; k < count; ++k) logits.row(k)[i] += bias[first + k];
+    for (int64_t k = 0; k < count; ++k) logits.row(k)[i] += keys[k] < 0 ? R(0) : bias[keys[k]];
+  }
+  for (int64_t k = 0; here.list && k < count; ++k) {
+    for (int64_t i = 0; keys[k] < 0 && i < rows; ++i) logits.row(k)[i] = static_cast<R>(-kInfinity);
   }
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t k = max_of(0, here.end_of(p, first_row + i) - first); k < count; ++k) {
@@ -128,9 +159,11 @@ void finish_decode_logits(const DecodeParams& p, const DecodeRows& here, int64_t
   }
 }
 
-DMATTN_INLINE int64_t decode_tiles(const DecodeParams& p) { return ceil_div(p.heads / p.kv_heads * p.queries, kMaxTileQueries); }
+DMATTN_INLINE int64_t decode_tiles(const DecodeParams& p) {
+  return ceil_div(p.heads * p.queries / decode_heads(p), kMaxTileQueries);
+}
 
-// One task = one tile of rows and one split of the keys of one (batch, kv head).
+// One task = one tile of rows and one split of the keys of one (batch, head).
 template <class R>
 void decode_split_task(const DecodeParams& p, const DecodeShared<R>& shared, int64_t task, void* scratch) {
   const int64_t tiles = decode_tiles(p), split = task / tiles % shared.splits, head = task / tiles / shared.splits;
@@ -139,7 +172,7 @@ void decode_split_task(const DecodeParams& p, const DecodeShared<R>& shared, int
   const int64_t first = split * split_keys(p), last = min_of(first + split_keys(p), here.length);
   if (first >= last) return;
   const int64_t at = shared.at(head, split, first_row);
-  if (has_bad_page(p, here.batch, first, last)) {
+  if (has_bad_page(p, here, first, last)) {
     for (int64_t i = 0; i < rows; ++i) shared.sum[at + i] = kBadPage;
     return;
   }
@@ -164,10 +197,11 @@ void decode_split_task(const DecodeParams& p, const DecodeShared<R>& shared, int
   for (int64_t key = first; key < last; key += kChunkKeys) {
     KeyChunk& chunk = *s.chunk;
     chunk.count = min_of(kChunkKeys, last - key);
-    copy_cache_rows<R>(p, p.key, here, key, chunk.count, p.head_dim, s.key);
-    copy_cache_rows<R>(p, p.value, here, key, chunk.count, p.value_dim, s.value);
+    for (int64_t k = 0; k < chunk.count; ++k) s.keys[k] = key_at(p, here, key + k);
+    copy_cache_rows<R>(p, p.key, here, s.keys, chunk.count, p.head_dim, s.key);
+    copy_cache_rows<R>(p, p.value, here, s.keys, chunk.count, p.value_dim, s.value);
     multiply_in_pieces(chunk.count, width, p.head_dim, static_cast<R>(p.scale), s.key, s.query, s.logits);
-    finish_decode_logits<R>(p, here, key, chunk.count, first_row, rows, s.logits);
+    finish_decode_logits<R>(p, here, s.keys, key, chunk.count, first_row, rows, s.logits);
     update_softmax<R>(chunk, width, no_dropout, s.state, s.correction, s.logits);
     rescale_rows<R>(s.correction, rows, value_width, s.out);
     multiply(rows, value_width, chunk.count, ColumnMajor<R>{s.logits.data, s.logits.stride}, s.value.data, s.value.stride,
@@ -187,7 +221,7 @@ DMATTN_INLINE R exp_once(R x) {
   return exp_of<R>(splat<R>(x))[0];
 }
 
-// One task = all rows of one (batch, kv head): adds up its splits, and the sink to the sum of weights.
+// One task = all rows of one (batch, head): adds up its splits, and the sink to the sum of weights.
 template <class R>
 void merge_splits_task(const DecodeParams& p, const DecodeShared<R>& shared, int64_t task, void* scratch) {
   const R lowest = static_cast<R>(-kInfinity);

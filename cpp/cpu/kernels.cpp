@@ -72,7 +72,7 @@ PhaseSizes decode_sizes_as(const DecodeParams& p) {
   const DecodeShared<R> shared(shared_arena, p);
   DecodeScratch<R> measured(scratch, p);
   static_cast<void>(measured);
-  const int64_t heads = p.batch * p.kv_heads;
+  const int64_t heads = p.batch * decode_heads(p);
   return {{heads * shared.splits * decode_tiles(p), heads, 0, 0, 0}, scratch.used(), shared_arena.used()};
 }
 

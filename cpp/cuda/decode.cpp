@@ -16,6 +16,7 @@ void align_caches(CheckedDecode& checked) {
 DecodeCall call_of(const DecodeParams& p, const DecodePlan& plan, void* workspace) {
   DecodeCall call{p};
   call.scale = static_cast<float>(p.scale);
+  call.heads = plan.heads, call.sharing = plan.sharing, call.queries_apart = plan.queries_apart;
   call.group = plan.group, call.rows = plan.rows;
   call.split_keys = plan.split_keys, call.block_splits = plan.block_splits;
   call.parts = plan.parts, call.is_cluster = plan.is_cluster;
@@ -45,10 +46,12 @@ namespace {
 
 std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> lengths,
                                      std::optional<Tensor> page_table, std::optional<Tensor> key_bias,
-                                     std::optional<Tensor> sinks, bool is_causal, double scale, double softcap) {
+                                     std::optional<Tensor> sinks, std::optional<Tensor> indices, bool is_causal, double scale,
+                                     double softcap, int64_t index_block, int64_t index_local, int64_t index_sinks) {
   const Device device(query);
-  CheckedDecode checked = check_decode(query, key, value, std::move(lengths), std::move(page_table), std::move(key_bias),
-                                       std::move(sinks), is_causal, scale, softcap);
+  CheckedDecode checked =
+      check_decode(query, key, value, std::move(lengths), std::move(page_table), std::move(key_bias), std::move(sinks),
+                   std::move(indices), is_causal, scale, softcap, {index_block, index_local, index_sinks});
   run_decode(checked, device);
   return {checked.out, checked.lse};
 }

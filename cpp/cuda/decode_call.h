@@ -14,8 +14,12 @@ namespace dmattn::cuda {
 struct DecodeCall {
   DecodeParams p;
   float scale = 0.0f;
-  int group = 1;  // query heads of a key head
-  int rows = 0;   // of a key head: query t of its group's head g is row t * group + g
+  // A block has the rows of a key head: query t of its group's head g is row t * group + g. With lists it has those of a query
+  // and of the heads that share its list; then these "heads" are as many for each key head.
+  int heads = 1, sharing = 1;  // heads, and how many of them read a key head
+  int queries_apart = 1;       // queries that are heads: T with lists
+  int group = 1;               // query heads of a head
+  int rows = 0;                // of a head
   int split_keys = 0;
   int block_splits = 1;  // neighbouring splits of a block, a power of two
   int parts = 1;         // blocks for the keys of a sequence; each finds a part of the sums
@@ -24,9 +28,12 @@ struct DecodeCall {
   bool is_cluster = false;
   // What blocks found, null when they need not leave it. A sum is of weights, relative to a maximum. Blocks whose keys begin
   // behind the length write nothing.
-  float2* part_sums = nullptr;  // [B, Hkv, rows, parts]: maximum, sum
-  float* part_out = nullptr;    // [B, Hkv, rows, parts, Dv]
+  float2* part_sums = nullptr;  // [B, heads, rows, parts]: maximum, sum
+  float* part_out = nullptr;    // [B, heads, rows, parts, Dv]
 };
+
+// A call with lists.
+struct ListedCall : DecodeCall {};
 
 // decode.p has the visible slots for its keys, their scores for its key_bias, no lengths and no pages. There are at most
 // kMostFewRows rows, and one block or one cluster has all keys of a sequence.

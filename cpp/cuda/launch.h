@@ -20,6 +20,4 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
 // workspace: 2 * index_loss_stride(p) numbers of p's type for each query of each group.
 cudaError_t launch_index_loss(const IndexLossParams& p, void* workspace, cudaStream_t stream);
 
-cudaError_t launch_list_keys(const ListKeysParams& p, cudaStream_t stream);
-
 }  // namespace dmattn::cuda

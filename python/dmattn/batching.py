@@ -140,21 +140,16 @@ def pack_bits(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], mas
     return bits.unflatten(0, (size, slots)), 0
 
 
-def list_keys(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    """indices, lengths, page_table, sizes -> rows, counts."""
-    return one_by_one(call, info.batch_size, in_dims, inputs), (0, 0)
-
-
 def decode(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    """query, key, value, lengths, page_table, key_bias, sinks, options -> out, lse. Pools of pages or sinks that are vmapped over: a loop."""
+    """query, key, value, lengths, page_table, key_bias, sinks, indices, options -> out, lse. Vmapped pools of pages or sinks: a loop."""
     size, batch = info.batch_size, batch_of(inputs[0], in_dims[0])
     is_paged, shares_pools = inputs[4] is not None, in_dims[1] is None and in_dims[2] is None
     if in_dims[6] is not None or (is_paged and not shares_pools):
         return one_by_one(call, size, in_dims, inputs), (0, 0)
     caches = inputs[1:3] if is_paged else tuple(fold(inputs[i], in_dims[i], size, batch) for i in (1, 2))
     query, lengths, page_table = (fold(inputs[i], in_dims[i], size, batch) for i in (0, 3, 4))
-    key_bias = fold(inputs[5], in_dims[5], size, batch, shared=True)
-    out, lse = call(query, *caches, lengths, page_table, key_bias, *inputs[6:])
+    key_bias, indices = (fold(inputs[i], in_dims[i], size, batch, shared=True) for i in (5, 7))
+    out, lse = call(query, *caches, lengths, page_table, key_bias, inputs[6], indices, *inputs[8:])
     return (unfold(out, size, batch), unfold(lse, size, batch)), (0, 0)
 
 
@@ -177,7 +172,6 @@ for _name, _rule in (
     ("pack_tiles", pack_tiles),
     ("pack_bits", pack_bits),
     ("index_top_k", index_top_k),
-    ("list_keys", list_keys),
     ("decode", decode),
 ):
     torch.library.register_vmap(f"dmattn::{_name}", partial(_rule, getattr(torch.ops.dmattn, _name)), lib=rules())

@@ -13,6 +13,7 @@ from dmattn.autograd import refuse_gradients
 from dmattn.cache_choice import attend_step
 from dmattn.cache_chunk import CacheCall, CacheSizes, CacheState, take_chunk
 from dmattn.cache_loaded import check_loaded
+from dmattn.composed import LISTS
 from dmattn.fake import accumulate_dtype
 from dmattn.renamed import renamed
 
@@ -333,7 +334,7 @@ class BoundedCache(nn.Module):
                     attend_step(choice, one, seen[0], seen[1], seen[3], slots, bias, certain, call.scale, call.softcap)
                 )
                 continue
-            results.append(ops.decode(token, *seen[:2], slots, None, bias, None, False, call.scale, call.softcap))
+            results.append(ops.decode(token, *seen[:2], slots, None, bias, None, None, False, call.scale, call.softcap, *LISTS))
         if len(results) == 1:
             return results[0]
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)

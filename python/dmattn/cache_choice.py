@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dmattn import ops
 from dmattn.attention import attention
-from dmattn.decode_listed import Cache, decode_listed
+from dmattn.composed import LISTS
 from dmattn.indexer import index_top_k
 from dmattn.masks import ALWAYS, FOREVER, IndexMask, IntervalMask
 from dmattn.masks.index import NONE
@@ -65,10 +66,10 @@ def attend_step(
     best = torch.where(best >= 0, slot.gather(2, best.clamp(min=0).long()), NONE)
     ring = torch.arange(certain, device=best.device)
     ring = torch.where(position[..., :certain] >= 0, ring, NONE)
-    mask = IndexMask._of_lists(torch.cat((ring, best), 2)[:, :, None].int(), 1)
+    lists = torch.cat((ring, best), 2)[:, :, None].int()
     if lengths is None:
         lengths = position.new_full(position.shape[:1], position.shape[2])
-    return decode_listed(query, Cache(key, value[..., :-index_dim], lengths, None), mask, bias, None, scale, softcap)
+    return ops.decode(query, key, value[..., :-index_dim], lengths, None, bias, None, lists, True, scale, softcap, *LISTS)
 
 
 def attend_chunk(

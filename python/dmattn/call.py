@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks, ops
+from dmattn.composed import LISTS
 from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask, Mask, bounds
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import ALWAYS, FOREVER
@@ -188,7 +189,7 @@ def attend(
             key_bias = from_bias if key_bias is None else torch.add(*same_heads(key_bias, from_bias, "bias", "key_bias"))
     if sizes.device.type in DECODE_DEVICES and not torch.compiler.is_compiling() and _may_decode(sizes, masks, bias, options):
         result = ops.decode_if_plain(
-            query, key, value, None, None, key_bias, None, options.is_causal, options.scale, options.softcap
+            query, key, value, None, None, key_bias, None, None, options.is_causal, options.scale, options.softcap, *LISTS
         )
         if result is not None:
             return result

@@ -240,8 +240,10 @@ def scale(value: object, name: str = "scale") -> float:
 
 
 def values_are_known(value: Tensor) -> bool:
-    """True when reading the tensor's values costs no device sync and is possible at all (not while tracing or under torch.func)."""
-    return value.device.type == "cpu" and values_can_be_read(value)
+    """True when reading the tensor's values costs no device sync and is possible at all (not while tracing or under torch.func).
+
+    Of a DTensor every process has a part, which may be empty."""
+    return value.device.type == "cpu" and values_can_be_read(value) and not hasattr(value, "device_mesh")
 
 
 def values_can_be_read(value: Tensor) -> bool:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dmattn import checks, ops, unsupported
-from dmattn.decode_listed import Cache, decode_listed
+from dmattn.composed import LISTS
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import IndexMask
+from dmattn.masks.heads import with_rank
 from dmattn.sinks import sinks_of_heads
 from dmattn.sizes import Sizes, check_alike, fitting_lists, key_bias_rows
 
@@ -61,10 +62,10 @@ def decode_attention(
         key_bias: added to every logit of a key, [B|1, H|Hkv|1, Smax].
         page_table: int32 [B, max_pages] on query's device. Key j of sequence b lies in page ``page_table[b, j // page_size]``, and Smax is
             max_pages * page_size. A number that is out of range is no wrong access: if a key below ``lengths[b]`` would lie there, all of
-            sequence b is empty, 0 with lse = -inf.
+            sequence b is empty, 0 with lse = -inf; with a mask those queries are that would see such a key.
         mask: an :class:`IndexMask` for the T queries: each sees those of its keys that are listed, in its local window or among the sinks, and
-            no others are read. Entries count a sequence's keys from its first one, with a page_table, too. Compiled, traced and exported
-            programs copy a cache that is a part of a larger tensor.
+            no others are read. Entries count a sequence's keys from its first one, with a page_table, too. Masks of :func:`index_top_k` and
+            :meth:`IndexMask.top_k` have no entry twice; lists of which that is not known are sorted first.
         sinks: [H], learned logits that only take weight: exp(sinks[h]) is added to the denominator. lse leaves them out.
         scale: factor of the products, default D ** -0.5.
         softcap: if > 0, products become ``softcap * tanh(s / softcap)`` before biases are added.
@@ -93,14 +94,25 @@ def decode_attention(
     softcap = checks.softcap(softcap)
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         unsupported.refuse_onnx()
-    if mask is None:
-        out, lse = ops.decode(query, key_cache, value_cache, lengths, page_table, key_bias, sinks, True, scale, softcap)
-    else:
+    lists, shown = None, LISTS
+    if mask is not None:
         checks.instance("mask", mask, IndexMask, "an IndexMask")
-        fitting_lists(mask, sizes)
-        cache = Cache(key_cache, value_cache, lengths, page_table)
-        out, lse = decode_listed(query, cache, mask, key_bias, sinks, scale, softcap)
+        lists, shown = _lists_of(mask, sizes), (mask.block_size, mask.local, mask.sink_keys)
+    tensors = query, key_cache, value_cache, lengths, page_table, key_bias, sinks, lists
+    out, lse = ops.decode(*tensors, True, scale, softcap, *shown)
     return (out, lse) if return_lse else out
+
+
+def _lists_of(mask: IndexMask, sizes: Sizes) -> Tensor:
+    """The mask's lists, int32 [B|1, H|Hkv|1, T, K], checked, without repeated entries."""
+    listed = fitting_lists(mask, sizes).shape[3] * mask.block_size
+    if listed + mask.local + mask.sink_keys > checks.MAX_LENGTH:
+        listed += min(mask.local, sizes.key_length) + min(mask.sink_keys, sizes.key_length)
+        if listed > checks.MAX_LENGTH:
+            raise ValueError(
+                f"mask: expected lists of up to {checks.MAX_LENGTH} keys, local ones and sinks included, got room for {listed}"
+            )
+    return with_rank(mask._without_repeats().indices, 4)
 
 
 def _sizes_of(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor | None) -> Sizes:

@@ -42,24 +42,12 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _order_of(like: Tensor) -> list[int]:
-    """The first three dimensions, the one whose neighbours are farthest apart in memory first: the rule of cpp/tensors.h."""
+def empty_in_order_of(like: Tensor, width: int) -> Tensor:
+    """An empty [B, heads, S, width] whose first dimensions lie in memory in the order of ``like``'s: the rule of cpp/tensors.h."""
     order = [0, 1, 2]
     for a, b in ((0, 1), (1, 2), (0, 1)):
         if like.stride(order[a]) < like.stride(order[b]):
             order[a], order[b] = order[b], order[a]
-    return order
-
-
-def in_order_of(like: Tensor, given: Tensor) -> Tensor:
-    """``given`` [B, heads, S, width], its dimensions in memory in the order of ``like``'s; copied where they are not."""
-    order = _order_of(like)
-    return given.permute(*order, 3).contiguous().permute(*(order.index(axis) for axis in range(3)), 3)
-
-
-def empty_in_order_of(like: Tensor, width: int) -> Tensor:
-    """An empty [B, heads, S, width] whose dimensions lie in memory in the order of ``like``'s."""
-    order = _order_of(like)
     strides: list[int] = [0, 0, 0, 1]
     step = width
     for axis in reversed(order):
@@ -137,16 +125,6 @@ def index_loss(
     of_row = logits.new_empty(weights.shape[:3])
     of_products = products.new_empty(products.shape, dtype=torch.bfloat16 if to_bfloat16 else products.dtype)
     return of_row, of_products, weights.new_empty(weights.shape), torch.empty_like(of_row)
-
-
-@fake
-def list_keys(
-    indices: Tensor, lengths: Tensor, capacity: int, heads: int, index_block: int, index_local: int, index_sinks: int, **_: object
-) -> tuple[Tensor, Tensor]:
-    beside = torch.sym_min(index_local, capacity) + torch.sym_min(index_sinks, capacity)
-    lists = (lengths.shape[0], heads, indices.shape[2])
-    most = torch.sym_min(indices.shape[3] * index_block + beside, capacity)
-    return indices.new_empty((*lists, most)), indices.new_empty(lists)
 
 
 @fake

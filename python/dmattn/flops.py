@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dmattn import checks
 from dmattn._library import by_name
 from dmattn.call import Options, mask_tensors, with_mask
-from dmattn.composed import LISTS, Masks
+from dmattn.composed import LISTS, Masks, visible_in_lists
 from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask, Mask
 from dmattn.sizes import Sizes
 from dmattn.stats import TILE, by_elements, queries_of_keys
@@ -95,13 +95,22 @@ def _step_flops(query: Tensor, value: Tensor, lengths: Tensor | None, window: in
 
 
 def _decode_flops(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, page_table: Tensor | None, is_causal: bool, **_: Any
-) -> int:
-    """Each query sees the keys up to its position; while tracing every length counts as Smax."""
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, page_table: Tensor | None, indices: Tensor | None,
+    is_causal: bool, index_block: int, index_local: int, index_sinks: int, **_: Any,
+) -> int:  # fmt: skip
+    """Each query sees the keys up to its position, or of them those of its list; while tracing every length counts as Smax."""
     batch, heads, queries, size = query.shape
     capacity = key.shape[2] if page_table is None else page_table.shape[1] * key.shape[1]
     known = lengths is not None and not _has_no_values(lengths)
     given = lengths.long().clamp(0, capacity).tolist() if known and lengths is not None else [capacity] * batch
+    if indices is not None and not _has_no_values(indices):
+        shown = (index_block, index_local, index_sinks)
+        position = torch.tensor(given, device=indices.device).view(-1, 1, 1, 1) - queries
+        position = position + torch.arange(queries, device=indices.device)[:, None]
+        seen = visible_in_lists(indices, shown, position, (0, capacity)) & (
+            torch.arange(capacity, device=indices.device) <= position
+        )
+        return 2 * int(seen.sum()) * (heads // seen.shape[1]) * (size + value.shape[3])
     pairs = sum(max(0, length - later) for length in given for later in (range(queries) if is_causal else [0] * queries))
     return 2 * heads * pairs * (size + value.shape[3])
 

@@ -58,13 +58,6 @@ def index_top_k(*inputs: Any) -> tuple[Tensor, Tensor]:
     return indices, scores
 
 
-def list_keys(*inputs: object) -> tuple[Tensor, Tensor]:
-    """``torch.ops.dmattn.list_keys``, likewise, of integers."""
-    op = torch.ops.dmattn.list_keys
-    rows, counts = op(*inputs) if _watched(inputs) else autograd.below_autograd(op, inputs)
-    return rows, counts
-
-
 def decode(*inputs: object) -> tuple[Tensor, Tensor]:
     """``torch.ops.dmattn.decode``, likewise; decoding has no derivative."""
     if _watched(inputs):

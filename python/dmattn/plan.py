@@ -79,7 +79,8 @@ def decode_plan(call: Mapping[str, Any], device: Mapping[str, Any] | None = None
 
     Args:
         call: ``batch``, ``heads``, ``kv_heads``, ``query_length`` (new tokens), ``key_length`` (room in the cache), ``head_dim``,
-            ``value_dim``, ``dtype``; ``takes_token``: a step of a bounded cache, which takes the new token first.
+            ``value_dim``, ``dtype``; ``takes_token``: a step of a bounded cache, which takes the new token first; ``listed_keys``: with a
+            mask, the keys that a list has room for, local ones and sinks included, and ``list_heads``, heads with lists of their own.
         device: as in :func:`forward_plan`; ``has_room_for_clusters``, of which the driver decides.
 
     Errors as in :func:`forward_plan`.

@@ -38,7 +38,7 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
     log, nvtx = (is_on(name, environment) for name in VARIABLES)
     if log:
         ops.forward = logged(ops.forward, lambda inputs: (inputs[3:11], inputs[14], inputs[21:24]))
-        ops.decode_if_plain = logged(ops.decode_if_plain, lambda inputs: (NO_MASK, inputs[7], LISTS))
+        ops.decode_if_plain = logged(ops.decode_if_plain, lambda inputs: (NO_MASK, inputs[8], LISTS))
     if nvtx and torch.version.cuda is None:
         warnings.warn("DMATTN_NVTX: this torch was built without CUDA and has no NVTX, so nothing is marked", stacklevel=2)
     elif nvtx:

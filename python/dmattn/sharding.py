@@ -9,7 +9,7 @@ This module never imports torch.distributed.tensor: whoever made the DTensor has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,15 +86,15 @@ def select(scores: Tensor, segment_end: Tensor | None, *options: object) -> Tens
     return plan.whole(end, scores.shape)
 
 
-def decode(inputs: Sequence[Any], listed: Callable[..., tuple[Tensor, Tensor]] | None = None) -> tuple[Tensor, Tensor]:
-    """The op ``decode`` on DTensors: out, lse. ``listed`` is called in its place where lists [B|1, H|Hkv|1, T, K] follow the op's tensors."""
+def decode(inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The op ``decode`` on DTensors: out, lse."""
     query, key, value, page_table = *inputs[:3], inputs[4]
     cache = USUAL if page_table is None else PAGED
     parts = (("query", query, USUAL), ("key_cache", key, cache), ("value_cache", value, cache))
     plan = ShardingPlan(inputs, parts, query.shape[1], key.shape[1 if page_table is None else 2])
-    roles = [USUAL, cache, cache, PER_SEQUENCE, PER_SEQUENCE, USUAL, PER_HEAD] + [USUAL] * (listed is not None)
+    roles = (USUAL, cache, cache, PER_SEQUENCE, PER_SEQUENCE, USUAL, PER_HEAD, USUAL)
     tensors = [plan.own(given, role) for given, role in zip(inputs[: len(roles)], roles, strict=True)]
-    out, lse = (torch.ops.dmattn.decode if listed is None else listed)(*tensors, *inputs[len(roles) :])
+    out, lse = torch.ops.dmattn.decode(*tensors, *inputs[len(roles) :])
     shape = query.shape[:3]
     return plan.whole(out, (*shape, value.shape[3])), plan.whole(lse, shape)
 

@@ -393,7 +393,7 @@ def test_a_step_is_an_update_and_the_attention_over_all_slots(device, dtype, siz
         ops.cache_update(*two._state(), *new, lengths, window, local, sink_keys)
         seen = [x[:, :, :visible] for x in two._state()[:3]]
         slots = torch.where(lengths > 0, visible, 0).to(torch.int32)
-        expected = ops.decode(query, *seen[:2], slots, None, seen[2], None, False, 0.3, 0.0)
+        expected = ops.decode(query, *seen[:2], slots, None, seen[2], None, None, False, 0.3, 0.0, 1, 0, 0)
         assert torch.equal(out, expected[0])
         assert torch.equal(lse, expected[1])
         assert (lse[lengths == 0] == -INF).all()

@@ -487,6 +487,20 @@ def test_sums_of_decoding_do_not_depend_on_the_batch_and_the_device():
             assert planned["parts"] * planned["block_splits"] * planned["split_keys"] >= length
 
 
+def test_decoding_with_lists():
+    """A query of a list is a head; how much the cache holds does not matter."""
+    plans = [
+        decode(listed_keys=2048, key_length=length, query_length=queries)
+        for length, queries in ((4096, 1), (1 << 20, 1), (4096, 2))
+    ]
+    assert plans[0] == plans[1]
+    assert plans[0]["is_cluster"]
+    assert plans[0] == decode(key_length=2048)
+    assert plans[2] == decode(listed_keys=2048, kv_heads=16, heads=64)
+    assert decode(listed_keys=2048, query_length=16)["rows"] == "few rows"
+    assert decode(listed_keys=2048, list_heads=32, heads=32) == decode(key_length=2048, kv_heads=32)
+
+
 def test_rows_of_decoding():
     assert [decode(query_length=tokens)["rows"] for tokens in (1, 4, 5)] == ["few rows", "few rows", "many rows"]
     assert not decode(query_length=5)["is_cluster"]

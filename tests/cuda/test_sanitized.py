@@ -13,7 +13,7 @@ import dmattn
 import pytest
 import test_decode as decoding
 import torch
-from dmattn import BlockMask, IntervalMask
+from dmattn import BlockMask, IndexMask, IntervalMask
 from dmattn.testing import strategies
 from dmattn.testing.case import AttentionCase
 from dmattn.testing.checks import run
@@ -151,20 +151,6 @@ def test_index_loss(keys, block, is_pooled, way):
             torch.testing.assert_close(got.cpu().bfloat16(), wanted.bfloat16())
 
 
-@pytest.mark.parametrize("capacity", [40, 3000, 300_000])
-@pytest.mark.parametrize("block", [1, 64])
-def test_list_keys(capacity, block):
-    lists = torch.randint(-1, -(-capacity // block), (2, 3, 2, 17), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    lengths = torch.tensor([capacity, capacity // 3], dtype=torch.int32)
-    table = torch.arange(2 * (capacity // 8), dtype=torch.int32).view(2, -1)
-    for pages, steps in (((None, 0, 0), (3 * capacity, capacity, 1)), ((table, table.numel(), 8), (24, 1, 3))):
-        sizes = (*pages[1:], capacity, 3, 3, *steps, block, 9, 2)
-        expected = torch.ops.dmattn.list_keys(lists, lengths, pages[0], *sizes)
-        on_gpu = None if pages[0] is None else pages[0].cuda()
-        for got, wanted in zip(torch.ops.dmattn.list_keys(lists.cuda(), lengths.cuda(), on_gpu, *sizes), expected, strict=True):
-            assert torch.equal(got.cpu(), wanted)
-
-
 @pytest.mark.parametrize("block", [1, 48, 128])
 def test_pack(block):
     given = tensor((2, 3, -(-700 // block), -(-333 // block)), 0) > 0.3
@@ -220,6 +206,28 @@ def test_decode(page_size, heads, queries, sizes):
         softcap=case.softcap, return_lse=True,
     )  # fmt: skip
     decoding.assert_right(case, (out.cpu(), lse.cpu()))
+
+
+@pytest.mark.parametrize("page_size", [0, 48])
+@pytest.mark.parametrize(("heads", "queries", "own"), [(4, 1, 2), (4, 3, 4), (40, 2, 1)])
+@pytest.mark.parametrize(("block", "entries", "local"), [(1, 300, 9), (16, 7, 40), (64, 0, 500)])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 120), (256, 248)], ids=str)
+def test_decode_with_lists(page_size, heads, queries, own, block, entries, local, sizes):
+    """Lists of more keys than a block reads, in any order."""
+    lengths = [48 * 20, 0, 150]
+    case = decoding.make(
+        "cpu", torch.bfloat16, lengths, heads, 2, queries, lengths[0], *sizes, bias=True, sinks=True, softcap=5.0
+    )
+    blocks, generator = -(-lengths[0] // block), torch.Generator().manual_seed(0)
+    lists = torch.rand(3, own, queries, blocks, generator=generator).argsort(-1)[..., :entries]
+    mask = IndexMask(lists.int(), block, local=local, sink_keys=3)
+    given = (case.key, case.value, None) if page_size == 0 else decoding.paged(case, page_size)
+    key, value, table = (t if t is None else t.cuda() for t in given)
+    out, lse = dmattn.decode_attention(
+        case.query.cuda(), key, value, case.lengths.cuda(), mask=mask.cuda(), key_bias=case.key_bias.cuda(), page_table=table,
+        sinks=case.sinks.cuda(), softcap=case.softcap, return_lse=True,
+    )  # fmt: skip
+    decoding.assert_right(dataclasses.replace(case, mask=mask), (out.cpu(), lse.cpu()))
 
 
 @pytest.mark.parametrize("sizes", [(300, 20, 4, 7), (40, 0, 0, 0), (0, 30, 2, 3)], ids=str)

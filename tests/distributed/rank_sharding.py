@@ -228,6 +228,8 @@ def run_other_functions(group: dist.ProcessGroup) -> None:
                     expected = dmattn.decode_attention(token, *cached, lengths, mask=mask, sinks=leaves["sinks"])
                     sharded_sinks = shard(leaves["sinks"], sinks)
                     same(dmattn.decode_attention(*given, lengths, mask=mask, sinks=sharded_sinks).full_tensor(), expected)
+                    mask = dmattn.IndexMask(shard(chosen, 0), local=2, is_causal=True)  # one rank has all of one sequence's lists
+                    same(dmattn.decode_attention(*given, lengths, mask=mask, sinks=sharded_sinks).full_tensor(), expected)
                 expected = dmattn.decode_attention(token, *pages.values(), lengths, page_table=table)
                 given = [shard(token, dim), *(shard(x, 2 if dim == 1 else None) for x in pages.values())]
                 same(dmattn.decode_attention(*given, lengths, page_table=table).full_tensor(), expected)

@@ -267,6 +267,11 @@ def test_decoding_sees_what_is_listed(device, data):
     lengths = torch.tensor(
         data.draw(st.lists(st.integers(0, shape.Sk), min_size=shape.B, max_size=shape.B)), dtype=torch.int32, device=device
     )
+    mask = drawn.mask
+    if data.draw(st.booleans()):  # without repeated entries, in any order, and known to be so
+        indices = mask._without_repeats().indices
+        order = torch.randperm(indices.shape[3], generator=torch.Generator().manual_seed(4)).to(device)
+        mask = IndexMask._of_lists(indices[..., order], mask.block_size, mask.is_causal, mask.local, mask.sink_keys)
     query = tensor((shape.B, shape.H, queries, shape.D), 1, dtype, device)
     key, value = (tensor((shape.B, shape.Hkv, capacity, size), 2 + size, dtype, device) for size in (shape.D, shape.Dv))
     bias = data.draw(
@@ -293,7 +298,7 @@ def test_decoding_sees_what_is_listed(device, data):
                 pages.append(torch.empty_like(own).index_copy_(0, order, own))
             key, value = pages
         return dmattn.decode_attention(
-            query, key, value, lengths, mask=drawn.mask, page_table=table, key_bias=key_bias, sinks=sinks, scale=scale, softcap=softcap,
+            query, key, value, lengths, mask=mask, page_table=table, key_bias=key_bias, sinks=sinks, scale=scale, softcap=softcap,
             return_lse=return_lse,
         )  # fmt: skip
 
@@ -320,15 +325,15 @@ def test_decoding_keeps_the_stride_order_and_refuses_gradients():
         dmattn.decode_attention(query.requires_grad_(), key, key, lengths, mask=mask)
 
 
-def test_a_page_that_is_none_empties_its_sequence():
+def test_a_page_that_is_none_empties_the_queries_that_see_it():
     pages = tensor((3, 16, 1, 8), 1)
-    table, lengths = torch.tensor([[0, 1], [2, 7]], dtype=torch.int32), torch.tensor([20, 20], dtype=torch.int32)
-    mask = IndexMask(torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+    table, lengths = torch.tensor([[0, 1], [2, 7], [2, 7]], dtype=torch.int32), torch.tensor([20, 20, 20], dtype=torch.int32)
+    mask = IndexMask(torch.tensor([0, 0, 17])[:, None, None, None], sink_keys=1)
     out, lse = dmattn.decode_attention(
-        tensor((2, 1, 1, 8), 2), pages, pages, lengths, page_table=table, mask=mask, return_lse=True
+        tensor((3, 1, 1, 8), 2), pages, pages, lengths, page_table=table, mask=mask, return_lse=True
     )
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
-    assert (lse > -INF).flatten().tolist() == [True, False]
+    assert torch.equal(out[2], torch.zeros_like(out[2]))
+    assert (lse > -INF).flatten().tolist() == [True, True, False]
 
 
 # What is refused ----------------------------------------------------------------------------------------------------------------------

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import sys
 
 import brute_check
 import dmattn
 import pytest
 import torch
-from dmattn.testing import AttentionCase, poisoned_memory, strategies
+from dmattn import IndexMask
+from dmattn.testing import AttentionCase, per_query_head, poisoned_memory, strategies
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import assert_compiles_once, exported
@@ -33,10 +32,18 @@ class Decode:
     sinks: torch.Tensor | None = None
     softcap: float = 0.0
     scale: float | None = None
+    mask: IndexMask | None = None
 
     def call(self, **changes):
         """(out, lse), out of poisoned memory."""
-        options = {"key_bias": self.key_bias, "sinks": self.sinks, "softcap": self.softcap, "scale": self.scale, **changes}
+        options = {
+            "key_bias": self.key_bias,
+            "sinks": self.sinks,
+            "softcap": self.softcap,
+            "scale": self.scale,
+            "mask": self.mask,
+            **changes,
+        }
         with poisoned_memory(self.query):
             key, value = options.pop("key", self.key), options.pop("value", self.value)
             return dmattn.decode_attention(self.query, key, value, self.lengths, return_lse=True, **options)
@@ -48,11 +55,18 @@ class Decode:
         return Decode(*rows, bias, self.sinks, self.softcap, self.scale)
 
     def visible(self):
-        """bool [B, 1, T, Smax] by the definition."""
+        """bool [B, 1, T, Smax], or with lists [B, H|Hkv|1, T, Smax], by the definition."""
         queries, capacity = self.query.shape[2], self.key.shape[2]
         length = self.lengths.long().clamp(0, capacity).view(-1, 1, 1, 1)
         position = length - queries + torch.arange(queries, device=length.device).view(-1, 1)
-        return torch.arange(capacity, device=length.device) <= position
+        key = torch.arange(capacity, device=length.device)
+        if self.mask is None:
+            return key <= position
+        block, indices = self.mask.block_size, self.mask.indices.long()
+        listed = (indices[..., None] * block + torch.arange(block, device=length.device)).flatten(3)
+        listed = torch.where((listed < 0) | (listed >= capacity), capacity, listed)
+        seen = torch.zeros(*listed.shape[:3], capacity + 1, dtype=torch.bool, device=length.device).scatter(3, listed, True)
+        return (seen[..., :capacity] | (position - self.mask.local < key) | (key < self.mask.sink_keys)) & (key <= position)
 
     def case(self, with_sinks):
         """The same for brute force: a sink is one more key, of zeros, with a bias and no value."""
@@ -96,7 +110,7 @@ def assert_right(given, results=None):
     else:  # sinks take a share of out, but none of lse
         brute_check.assert_right(given.case(True), {"out": out})
         brute_check.assert_right(given.case(False), {"lse": lse})
-    empty = ~given.visible().any(-1).expand(lse.shape)
+    empty = ~per_query_head(given.visible().any(-1, keepdim=True), lse.shape[1])[..., 0].expand(lse.shape)
     assert (lse[empty] == -INF).all()
     assert (out[empty] == 0).all()
     return out, lse
@@ -236,18 +250,54 @@ def test_a_page_number_out_of_range_empties_its_sequence(device, dtype, entry, p
 
 
 @pytest.mark.parametrize("place", [0, 7, 100, 149])
-def test_a_bad_page_of_one_key_empties_all_rows(device, dtype, place):
-    """The op alone takes such pages; rows of more than one warp share the keys."""
-    query, key = tensor((1, 16, 2, 64), 0, dtype, device), tensor((200, 1, 1, 64), 1, dtype, device)
+@pytest.mark.parametrize("heads", [4, 32])
+def test_a_bad_page_of_a_listed_key_empties_all_rows(device, dtype, heads, place):
+    """Rows of more than one warp share the keys; pages that no list names are not looked at."""
+    query, pool = tensor((1, heads, 2, 64), 0, dtype, device), tensor((200, 16, 1, 64), 1, dtype, device)
     table = torch.randperm(200, generator=torch.Generator().manual_seed(0))[None, :150].int().to(device)
-    lengths = torch.tensor([150], dtype=torch.int32, device=device)
-    out, lse = torch.ops.dmattn.decode(query, key, key, lengths, table, None, None, True, 0.125, 0.0)
-    rows = key[table[0].long(), 0].transpose(0, 1)[None]
-    assert_equal((out, lse), torch.ops.dmattn.decode(query, rows, rows, None, None, None, None, True, 0.125, 0.0))
-    table[0, place] = 200
-    out, lse = torch.ops.dmattn.decode(query, key, key, lengths, table, None, None, True, 0.125, 0.0)
+    lengths = torch.tensor([150 * 16], dtype=torch.int32, device=device)
+    one_of_each_page = torch.randperm(150, generator=torch.Generator().manual_seed(1)).to(device) * 16
+    mask = IndexMask(one_of_each_page.expand(2, 150))
+
+    def call(mask):
+        return dmattn.decode_attention(query, pool, pool, lengths, page_table=table, mask=mask, return_lse=True)
+
+    rows = pool[table[0].long()].flatten(0, 1).transpose(0, 1)[None]
+    expected = dmattn.decode_attention(query, rows, rows, lengths, mask=mask, return_lse=True)
+    assert_equal(call(mask), expected)
+    page = int(one_of_each_page[place]) // 16
+    table[0, page] = 200
+    out, lse = call(mask)
     assert not out.any()
     assert (lse == -INF).all()
+    others = IndexMask(one_of_each_page[one_of_each_page != page * 16].expand(2, 149))
+    assert_equal(call(others), dmattn.decode_attention(query, rows, rows, lengths, mask=others, return_lse=True))
+
+
+# Lists ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [100, 1500])
+@pytest.mark.parametrize("lengths", [[3000], [*range(1, 3001, 250)]], ids=["one", "many"])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("own", [2, 4], ids=["lists of key heads", "of each head"])
+def test_lists_of_many_keys(device, dtype, keys, lengths, queries, own):
+    """More keys than one block reads: blocks, clusters, and parts that are added up."""
+    case = make(device, dtype, lengths, T=queries, Smax=3000, bias=True, sinks=True)
+    scores = tensor((len(lengths), own, queries, 3000), 7, torch.float32, device)
+    position = case.lengths.view(-1, 1, 1, 1) - queries + torch.arange(queries, device=device)[:, None]
+    scores = scores.masked_fill(torch.arange(3000, device=device) > position, -INF)
+    chosen = IndexMask.top_k(scores, keys, is_causal=False)
+    repeated = IndexMask(chosen.indices.repeat(1, 1, 1, 2).flip(3), local=7, sink_keys=2)
+    assert_right(dataclasses.replace(case, mask=chosen))
+    assert_right(dataclasses.replace(case, mask=repeated))
+
+
+def test_a_bias_of_each_head_beside_lists_that_heads_share(device, dtype):
+    case = make(device, dtype, [300, 40], H=8, T=2, D=64, Dv=64)
+    bias = tensor((2, 8, 300), 7, torch.float64 if dtype == torch.float64 else torch.float32, device)
+    lists = torch.randint(-1, 19, (2, 2, 2, 9), generator=torch.Generator().manual_seed(0)).to(device)
+    assert_right(dataclasses.replace(case, key_bias=bias, mask=IndexMask(lists, 16, local=5)))
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------------------------
@@ -345,7 +395,7 @@ def test_nothing_at_all(device, dtype):
 def test_not_causal(device, dtype, heads):
     """The op for callers whose queries all see every key."""
     case = make(device, dtype, [0, 2, 300], H=heads[0], Hkv=heads[1], T=4)
-    out, lse = ops.decode(case.query, case.key, case.value, case.lengths, None, None, None, False, 0.25, 0.0)
+    out, lse = ops.decode(case.query, case.key, case.value, case.lengths, None, None, None, None, False, 0.25, 0.0, 1, 0, 0)
     visible = (torch.arange(300, device=device) < case.lengths.view(-1, 1, 1, 1)).expand(-1, -1, 4, -1)
     problem = dataclasses.replace(case, scale=0.25).case(False)
     brute_check.assert_right(dataclasses.replace(problem, visible=visible), {"out": out, "lse": lse})
@@ -353,7 +403,7 @@ def test_not_causal(device, dtype, heads):
 
 def test_no_lengths_means_all_keys(device, dtype):
     case = make(device, dtype, [300, 300], T=3)
-    options = (None, None, None, True, 0.25, 0.0)
+    options = (None, None, None, None, True, 0.25, 0.0, 1, 0, 0)
     given = (case.query, case.key, case.value)
     assert_equal(ops.decode(*given, None, *options), ops.decode(*given, case.lengths, *options))
 
@@ -383,7 +433,7 @@ def test_no_gradient(device, dtype):
         with pytest.raises(RuntimeError, match=r"decode_attention has no gradient.*torch.no_grad\(\)"):
             wanting.call()
         with pytest.raises(RuntimeError, match="decode_attention has no gradient"):
-            ops.decode(wanting.query, wanting.key, wanting.value, case.lengths, None, None, None, True, 0.25, 0.0)
+            ops.decode(wanting.query, wanting.key, wanting.value, case.lengths, None, None, None, None, True, 0.25, 0.0, 1, 0, 0)
         with torch.no_grad():
             assert_equal(wanting.call(), expected)
     listed = dmattn.IndexMask(torch.zeros(1, 1, dtype=torch.int32, device=device), local=2)
@@ -611,13 +661,3 @@ def test_more_than_two_to_the_31_elements():
     alone = dmattn.decode_attention(query[2:, 7:], key[2:, 7:].clone(), key[2:, 7:].clone(), lengths[2:], return_lse=True)
     assert_equal((out[2:, 7:], lse[2:, 7:]), alone)
     assert (out[:2] == 0).all()
-
-
-def test_caches_with_more_rows_than_numbers_are_refused(monkeypatch):
-    query, key, lengths = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 6, 16), torch.tensor([6, 6]).int()
-    mask = dmattn.IndexMask(torch.zeros(1, 1, 1, 3, dtype=torch.int32))
-    for most in (25, 24):
-        monkeypatch.setattr(sys.modules["dmattn.decode_listed"], "MAX_ROWS", most)
-        refused = pytest.raises(ValueError, match=r"key_cache: expected fewer than 2\^31 rows with a mask, got 24")
-        with refused if most == 24 else contextlib.nullcontext():
-            dmattn.decode_attention(query, key, key, lengths, mask=mask)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import dmattn
 import pytest
 import torch
@@ -35,13 +33,6 @@ def decode(query, key, value, lengths, indices):
 class Decode(torch.nn.Module):
     def forward(self, *given):
         return decode(*given)
-
-
-def result_or_error(program, *given):
-    try:
-        return program(*given), ""
-    except RuntimeError as error:
-        return None, str(error)
 
 
 def decode_projected(query, both, lengths, indices):
@@ -80,16 +71,12 @@ def test_compiled_programs_take_any_layout(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recorded", LAYOUTS)
-def test_an_exported_program_is_right_or_refuses_another_layout(recorded, layout):
+def test_an_exported_program_takes_any_layout(recorded, layout):
     query, key, value, lengths, indices = given_for("cpu", 1)
     expected = decode(query, key, value, lengths, indices)
     program = torch.export.export(Decode(), (query, LAYOUTS[recorded](key), LAYOUTS[recorded](value), lengths, indices)).module()
-    found, refused = result_or_error(program, query, LAYOUTS[layout](key), LAYOUTS[layout](value), lengths, indices)
-    if refused:
-        assert "view size is not compatible" in refused
-        assert layout != recorded
-    else:
-        torch.testing.assert_close(found, expected)
+    found = program(query, LAYOUTS[layout](key), LAYOUTS[layout](value), lengths, indices)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
@@ -99,16 +86,6 @@ def test_a_traced_program_takes_any_layout(layout):
     traced = torch.jit.trace(decode, (query, key, value, lengths, indices))
     found = traced(query, LAYOUTS[layout](key), LAYOUTS[layout](value), lengths, indices)
     torch.testing.assert_close(found, decode(query, key, value, lengths, indices))
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
-def test_recorded_programs_refuse_too_many_rows(monkeypatch):
-    given, rows = given_for("cpu", 1), B * HKV * N
-    monkeypatch.setattr(sys.modules["dmattn.decode_listed"], "MAX_ROWS", rows + 1)
-    torch.jit.trace(decode, given)
-    monkeypatch.setattr(sys.modules["dmattn.decode_listed"], "MAX_ROWS", rows)
-    with pytest.raises(ValueError, match=r"key_cache: expected fewer than 2\^31 rows with a mask"):
-        torch.jit.trace(decode, given)
 
 
 @pytest.mark.parametrize("queries", [1, 3])

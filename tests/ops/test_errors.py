@@ -418,7 +418,8 @@ def forward(**changes):
 
 def decode_op(**changes):
     arguments = {"query": Q, "key": K, "value": V, "lengths": LENGTHS, "page_table": None, "key_bias": None, "sinks": None,
-                 "is_causal": True, "scale": 1.0, "softcap": 0.0}  # fmt: skip
+                 "indices": None, "is_causal": True, "scale": 1.0, "softcap": 0.0, "index_block": 1, "index_local": 0,
+                 "index_sinks": 0}  # fmt: skip
     return ops.decode(*(arguments | changes).values())
 
 
@@ -438,7 +439,7 @@ WIDE = torch.zeros(1, dtype=torch.int32).as_strided((1, 1, 2**40), (0, 0, 0))  #
 ones = torch.ones(1, 1, 10, 12, dtype=torch.bool)
 
 
-STEP_LISTS = torch.zeros(2, 2, 1, 3, dtype=torch.int32)
+STEP_LISTS = torch.zeros(2, 2, Q.shape[2], 3, dtype=torch.int32)
 
 
 def indexed(**changed):
@@ -516,6 +517,13 @@ DIRECT = {
     "decode key of a length that wraps": (lambda: decode_op(key=K[:, :, :1].expand(2, 2, 2**32 + 12, 16), value=V[:, :, :1].expand(2, 2, 2**32 + 12, 8)), "key: expected room for up to 1048576 keys, got 4294967308"),
     "decode key_bias dtype": (lambda: decode_op(key_bias=rows(2, 2, 12).half()), "key_bias: expected dtype float32, got float16"),
     "decode key_bias": (lambda: decode_op(key_bias=rows(2, 3, 12)), "key_bias: expected .B.1, H.Hkv.1, Smax. with B=2"),
+    "decode lists rank": (lambda: decode_op(indices=STEP_LISTS[0]), "indices: expected .B.1, H.Hkv.1, T, K. with B=2"),
+    "decode lists heads": (lambda: decode_op(indices=STEP_LISTS.expand(2, 2, -1, -1)[:, :1].expand(2, 3, -1, -1)), "indices: expected .B.1, H.Hkv.1, T, K. with B=2"),
+    "decode lists queries": (lambda: decode_op(indices=STEP_LISTS[:, :, 1:]), "indices: expected .B.1, H.Hkv.1, T, K. with B=2"),
+    "decode lists dtype": (lambda: decode_op(indices=STEP_LISTS.long()), "indices: expected dtype int32, got int64"),
+    "decode lists block": (lambda: decode_op(indices=STEP_LISTS, index_block=3), "index_block: expected a power of two from 1 to 128, got 3"),
+    "decode lists local": (lambda: decode_op(indices=STEP_LISTS, index_local=-1), "index_local: expected a number of keys, 0 or more, got -1"),
+    "decode lists too long": (lambda: decode_op(indices=STEP_LISTS[..., :1].expand(2, 2, -1, 2**14), index_block=64, index_sinks=1), "indices: expected lists of up to 1048576 keys, local ones and sinks included, got 1048577"),
     "decode sinks": (lambda: decode_op(sinks=rows(2)), "sinks: expected .H. = .4., got .2."),
     "decode sinks dtype": (lambda: decode_op(sinks=rows(4).double()), "sinks: expected dtype float32, got float64"),
     "decode scale": (lambda: decode_op(scale=NAN), "scale"),
@@ -622,16 +630,6 @@ DIRECT = {
     "index sink": (lambda: indexed(sink=-1), "sink"),
     "index key_length": (lambda: indexed(key_length=2**20 + 1), "key_length"),
     "index scale": (lambda: indexed(scale=float("nan")), "scale"),
-    "step lists rank": (lambda: ops.list_keys(STEP_LISTS[0], LENGTHS, None, 0, 0, 12, 2, 2, 24, 12, 1, 1, 0, 0), "indices"),
-    "step lists dtype": (lambda: ops.list_keys(STEP_LISTS.long(), LENGTHS, None, 0, 0, 12, 2, 2, 24, 12, 1, 1, 0, 0), "indices"),
-    "step lists batch": (lambda: ops.list_keys(STEP_LISTS, LENGTHS[:1].expand(3), None, 0, 0, 12, 2, 2, 24, 12, 1, 1, 0, 0), "indices"),
-    "step lists lengths": (lambda: ops.list_keys(STEP_LISTS, LENGTHS[:, None], None, 0, 0, 12, 2, 2, 24, 12, 1, 1, 0, 0), "lengths"),
-    "step lists table": (lambda: ops.list_keys(STEP_LISTS, LENGTHS, torch.zeros(2, 3, dtype=torch.int32), 4, 16, 12, 2, 2, 24, 12, 1, 1, 0, 0), "page_table"),
-    "step lists capacity": (lambda: ops.list_keys(STEP_LISTS, LENGTHS, None, 0, 0, 2**20 + 1, 2, 2, 24, 12, 1, 1, 0, 0), "capacity"),
-    "step lists block": (lambda: ops.list_keys(STEP_LISTS, LENGTHS, None, 0, 0, 12, 2, 2, 24, 12, 1, 3, 0, 0), "index_block"),
-    "step lists heads": (lambda: ops.list_keys(STEP_LISTS, LENGTHS, None, 0, 0, 12, 3, 3, 36, 12, 1, 1, 0, 0), "indices"),
-    "step lists key heads": (lambda: ops.list_keys(STEP_LISTS, LENGTHS, None, 0, 0, 12, 2, 0, 24, 12, 1, 1, 0, 0), "heads"),
-    "step lists local": (lambda: ops.list_keys(STEP_LISTS, LENGTHS, None, 0, 0, 12, 2, 2, 24, 12, 1, 1, -1, 0), "index_local"),
     "pack rank": (lambda: ops.pack_tiles(ones[0], 10, 12, 1, 1, 32, 32), "mask"),
     "pack dtype": (lambda: ops.pack_tiles(ones.int(), 10, 12, 1, 1, 32, 32), "mask"),
     "pack lengths": (lambda: ops.pack_tiles(ones, 10, 13, 1, 1, 32, 32), "mask"),

@@ -144,20 +144,6 @@ def test_opcheck_index_loss(sizes, dtype):
         torch.library.opcheck(ops.index_loss.default, (logits, products, weights, *given, sharp, False))
 
 
-@pytest.mark.parametrize("size", [(0, 0), (3, 40)])
-def test_opcheck_list_keys(size):
-    entries, capacity = size
-    lists, lengths = torch.full((1, 3, 2, entries), 5, dtype=torch.int32), torch.tensor([capacity, 0], dtype=torch.int32)
-    steps = (3, 3, 3 * capacity, capacity, 1)
-    torch.library.opcheck(ops.list_keys.default, (lists, lengths, None, 0, 0, capacity, *steps, 4, 3, 1))
-    for page_size in (1, 8):
-        table = torch.zeros(2, capacity // page_size, dtype=torch.int32)
-        torch.library.opcheck(
-            ops.list_keys.default,
-            (lists[:, :1].expand(2, -1, -1, -1), lengths, table, 1, page_size, capacity, 6, 3, 3 * page_size, 1, 3, 1, 0, 0),
-        )
-
-
 @pytest.mark.parametrize("block", [1, 16])
 @pytest.mark.parametrize("size", [(0, 0), (1, 1), (40, 50), (64, 128)])
 def test_opcheck_pack(size, block):
@@ -171,17 +157,21 @@ def test_opcheck_pack(size, block):
 
 def decode_patterns():
     """Name to the arguments of ``dmattn::decode``."""
-    lengths, options = torch.tensor([5, 50], dtype=torch.int32), (True, 0.25, 0.0)
+    lengths, options = torch.tensor([5, 50], dtype=torch.int32), (None, True, 0.25, 0.0, 1, 0, 0)
     q, k, v = inputs(Sq=3)
     pools = [tensor((7, 16, 2, size), i) for i, size in enumerate((16, 24))]
     table = torch.tensor([[0, 3, 1, -1], [2, 4, 6, 5]], dtype=torch.int32)
     far, sliced = q.transpose(1, 2).contiguous().transpose(1, 2), [strategies.laid_out(t, "sliced") for t in (k, v)]
-    everything = (table, tensor((2, 4, 64), 5), tensor((4,), 6), False, 0.25, 4.0)
+    lists = torch.tensor([[5, 1, -1, 0], [2, 0, 1, 3]], dtype=torch.int32)[:, None, None].expand(2, 2, 3, 4)
+    everything = (table, tensor((2, 4, 64), 5), tensor((4,), 6), None, False, 0.25, 4.0, 1, 0, 0)
     return {
         "plain": (q, k, v, lengths, None, None, None, *options),
         "no lengths": (q, k, v, None, None, None, None, *options),
         "transposed": (far, *sliced, lengths, None, None, None, *options),
         "everything": (q, *pools, lengths, *everything),
+        "lists": (far, *sliced, lengths, None, None, None, lists[:1, :1], *options[1:]),
+        "lists and everything": (q, *pools, lengths, *everything[:3], lists, False, 0.25, 4.0, 8, 3, 2),
+        "no lists": (q, k, v, lengths, None, None, None, lists[..., :0], *options[1:]),
         "no batch": (*inputs(B=0, Sq=2), lengths[:0], None, None, None, *options),
         "no keys": (*inputs(Sq=2, Sk=0), lengths, None, None, None, *options),
         **{str(dtype): (*inputs(Sq=1, dtype=dtype), lengths, None, None, None, *options) for dtype in (torch.bfloat16, torch.float64)},

@@ -203,7 +203,7 @@ def test_training_runs_of_a_wrong_form_are_refused_in_one_sentence(name, tmp_pat
 
 
 def test_committed_results_are_read_or_refused_with_a_sentence():
-    other = {"bitwise_training", "builds", "doge", "fuzz", "fuzz_cpu", "suite", "training_paths", "vllm"}
+    other = {"bitwise_training", "builds", "deepseek", "doge", "fuzz", "fuzz_cpu", "suite", "training_paths", "vllm"}
     for path in sorted((BENCHMARKS / "results").glob("*/*.json")):
         if path.stem in other:
             with pytest.raises(records.BadResultError, match=r"expected a result") as refused:
@@ -471,6 +471,12 @@ PAGE_TABLES = {  # results, and a line of the table
     "doge": (
         STAMP | {"rows": [{"name": "dmattn", "length": 4096, "forward_ms": 1.4, "backward_ms": 2.6, "peak_gib": 3.14},
                           {"name": "eager", "length": 4096, "out_of_memory": True}]},
+        "| 4,096 | 1 + 3 ms | 3.1 GiB | out of memory | - |",
+    ),
+    "deepseek": (
+        STAMP | {"rows": [{"name": "dmattn", "length": 8192, "forward_ms": 1.4, "backward_ms": 2.6, "peak_gib": 3.14},
+                          {"name": "sdpa", "length": 4096, "out_of_memory": True},
+                          {"name": "dmattn", "length": 4096, "forward_ms": 1.4, "backward_ms": 2.6, "peak_gib": 3.14}]},
         "| 4,096 | 1 + 3 ms | 3.1 GiB | out of memory | - |",
     ),
     "index-masks": (

@@ -322,20 +322,21 @@ def test_heads_in_groups_train(quality, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["dense", "query+local4+recency+mixed+explore"])
+@pytest.mark.parametrize("name", ["dense", "query+local4+recency+mixed+explore", "query+local4+recency+mixed+explore+warm"])
 def test_a_replayed_step_has_the_gradients_of_the_batch_it_is_given(quality, name):
     trained = quality.Run(quality.settings_of({"task": "mqar", "variant": name, **SMALL, "teach": 0.0, "replayed": True}), "cuda")
     trained.warm_up()
     batch = trained.task.draw(trained.generator, "train")
-    losses, gradients = [], []
-    for step in (trained.replayed, lambda batch: trained.gradients(batch, trained.settings.window, 0.0)):
-        torch.manual_seed(0)
-        losses.append(step(batch))
-        gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained.model.parameters()])
-        trained.optimizer.zero_grad()
-    torch.testing.assert_close(*losses)
-    for replayed, expected in zip(*gradients, strict=True):
-        two_ways.assert_same_by_another_way(replayed, expected, torch.bfloat16)
+    for window in (*trained.replayed, *trained.replayed):
+        losses, gradients = [], []
+        for step in (trained.replayed[window], lambda batch, window=window: trained.gradients(batch, window, 0.0)):
+            torch.manual_seed(0)
+            losses.append(step(batch))
+            gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained.model.parameters()])
+            trained.optimizer.zero_grad()
+        torch.testing.assert_close(*losses)
+        for replayed, expected in zip(*gradients, strict=True):
+            two_ways.assert_same_by_another_way(replayed, expected, torch.bfloat16)
 
 
 def test_gates_are_distilled_from_the_dense_model(quality):

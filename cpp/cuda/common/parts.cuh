@@ -15,6 +15,11 @@ __device__ __forceinline__ int length_of(const DecodeParams& p, int batch) {
   return p.lengths_are_flags && length > 0 ? capacity : max(0, min(length, capacity));
 }
 
+// The keys that a sequence has, or with lists the places of one.
+__device__ __forceinline__ int keys_of(const DecodeParams& p, int batch) {
+  return p.index.entries.data ? static_cast<int>(p.places) : length_of(p, batch);
+}
+
 // exp(from - to), for from <= to; sums relative to `from` become relative to `to`. 0 without a logit.
 __device__ __forceinline__ float rebase(float from, float to) {
   return from == negative_infinity() ? 0.0f : exp2_approx((from - to) * kLog2e);
@@ -98,11 +103,16 @@ __device__ __forceinline__ float end_lse(float maximum, float sum) {
   return sum <= 0.0f ? negative_infinity() : add_log(maximum, sum).value;
 }
 
-// The place of a row of a key head.
+// The place of a row of a call's head.
 struct RowPlace {
   int head, query;
-  __device__ __forceinline__ RowPlace(const DecodeCall& call, int kv_head, int row) {
-    query = row / call.group, head = kv_head * call.group + row - query * call.group;
+  __device__ __forceinline__ RowPlace(const DecodeCall& call, int call_head, int row) {
+    query = row / call.group, head = row - query * call.group;
+    if (call.queries_apart > 1) {
+      const int heads_before = call_head / call.queries_apart;
+      query += call_head - heads_before * call.queries_apart, call_head = heads_before;
+    }
+    head += call_head * call.group;
   }
 };
 

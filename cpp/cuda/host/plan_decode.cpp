@@ -25,7 +25,7 @@ int split_keys_of(int64_t capacity, int rows) {
 bool fits_cluster(const DecodeParams& p, const DecodePlan& plan, int block_splits, int splits, int multiprocessors) {
   constexpr int kShortKeys = 512, kFewParts = 4;
   const auto parts_of = [&](int of_block) { return (splits + of_block - 1) / of_block; };
-  const int64_t heads = p.batch * p.kv_heads, width = std::max(p.head_dim, p.value_dim);
+  const int64_t heads = p.batch * plan.heads, width = std::max(p.head_dim, p.value_dim);
   const int parts = parts_of(block_splits);
   const bool is_pair = parts == 2 && heads * 8 >= int64_t{multiprocessors} * 7;
   if (plan.rows > kMostFewRows || parts < 2 || parts > kMostClusterParts) return false;
@@ -40,7 +40,7 @@ bool fits_cluster(const DecodeParams& p, const DecodePlan& plan, int block_split
 // for most multiprocessors; otherwise as many as a cluster needs where there may be one; otherwise as many as leave the device
 // enough blocks.
 void group_splits(const DecodeParams& p, int splits, int multiprocessors, bool may_be_cluster, DecodePlan& plan) {
-  const int64_t heads = p.batch * p.kv_heads;
+  const int64_t heads = p.batch * plan.heads;
   const auto parts_of = [&](int of_block) { return (splits + of_block - 1) / of_block; };
   const bool takes_all = splits <= kMostBlockSplits && heads * 8 >= int64_t{multiprocessors} * 7;
   // Two blocks fit a multiprocessor: one round of them, or two where there is much to compute.
@@ -75,9 +75,13 @@ DecodePlan plan_decode(const DecodeParams& p, const Target& target, Clusters clu
   const int64_t all_rows = p.batch * p.heads * p.queries;
   DecodePlan plan;
   if (all_rows == 0) return plan;
-  plan.group = static_cast<int>(p.heads / p.kv_heads), plan.rows = static_cast<int>(plan.group * p.queries);
-  plan.split_keys = split_keys_of(p.capacity, plan.rows);
-  const int splits = static_cast<int>(std::max<int64_t>(1, tiles_of(p.capacity, plan.split_keys)));
+  const bool has_lists = p.index.entries.data != nullptr;
+  const int64_t heads = has_lists ? p.list_heads : p.kv_heads, keys = has_lists ? p.places : p.capacity;
+  plan.queries_apart = has_lists ? static_cast<int>(p.queries) : 1;
+  plan.heads = static_cast<int>(heads * plan.queries_apart), plan.sharing = plan.heads / static_cast<int>(p.kv_heads);
+  plan.group = static_cast<int>(p.heads / heads), plan.rows = static_cast<int>(plan.group * p.queries / plan.queries_apart);
+  plan.split_keys = split_keys_of(keys, plan.rows);
+  const int splits = static_cast<int>(std::max<int64_t>(1, tiles_of(keys, plan.split_keys)));
   check(all_rows * splits < int64_t{1} << 31, "query: expected B x H x T x splits below 2^31, got ", p.batch, " x ", p.heads,
         " x ", p.queries, " x ", splits);
   group_splits(p, splits, target.device.processors, may_be_cluster, plan);

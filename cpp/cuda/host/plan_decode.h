@@ -8,9 +8,8 @@
 namespace dmattn::cuda {
 
 struct DecodePlan {
-  Instance instance;  // Kernel::kNone: there are no queries
-  int group = 1;      // query heads of a key head
-  int rows = 0;       // of a key head: query t of its group's head g is row t * group + g
+  Instance instance;                                                   // Kernel::kNone: there are no queries
+  int heads = 1, sharing = 1, queries_apart = 1, group = 1, rows = 0;  // as in DecodeCall
   int split_keys = 0;
   int block_splits = 1;  // neighbouring splits of a block, a power of two
   int parts = 1;         // blocks for the keys of a sequence; each finds a part of the sums

@@ -146,6 +146,74 @@ struct OtherMasks {
   }
 };
 
+// A range of blocks of keys that are in shared memory, and what lists show beside their entries.
+struct UnionRange {
+  UnionShared& shared;
+  const AttentionParams& p;
+  const UnionTile& tile;
+  int first, count, stride;  // of the blocks; from one word to the next
+  int local_from, local_to;  // keys that are local for some query
+
+  __device__ __forceinline__ bool has_more(int key, int keys) const {
+    return key < p.mask.index.sinks || (key < local_to && key + keys > local_from);
+  }
+  __device__ __forceinline__ uint32_t listed_bits(int block, int key, int word) const {
+    const IndexLists& lists = p.mask.index;
+    const int first_local = lists.local > 0 ? key - tile.index_low : kLastPosition;
+    if (key < lists.sinks) return 0xffffffffu;
+    return shared.pool[word * stride + block] | bits_between(first_local, first_local + lists.local, word);
+  }
+};
+
+// Writes the keys of a range that some query sees, where each is a block of its own and nothing else hides keys: bits are what
+// queries see then, but for sinks and local keys. Returns how many there are.
+__device__ __forceinline__ int write_listed(const UnionRange& range, const OtherMasks& others, int words, int capacity,
+                                            int written, int& buffer, int32_t* keys, uint32_t* seen) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const auto* const pieces = reinterpret_cast<const uint4*>(range.shared.pool);
+  int found = 0;
+  for (int begin = 0; begin < range.count; begin += kThreads * kAtOnce) {
+    const int block = begin + thread * kAtOnce, key = range.first + block;
+    const bool has_more = range.has_more(key, kAtOnce);
+    const auto seen_bits = [&](int i, int word) {
+      if (!has_more) return range.shared.pool[word * range.stride + block + i];
+      if (block + i >= range.count) return 0u;
+      return others.keep(range.listed_bits(block + i, key + i, word), others.spans.of_key(key + i), key + i, word);
+    };
+    uint32_t any[kAtOnce] = {}, some[kAtOnce];
+    if (has_more) {
+      for (int word = 0; word < words; ++word) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) any[i] |= seen_bits(i, word);
+      }
+    } else if (block < range.count) {
+      for (int word = 0; word < words; ++word) {
+        const uint4 piece = pieces[(word * range.stride + block) / kAtOnce];
+        any[0] |= piece.x, any[1] |= piece.y, any[2] |= piece.z, any[3] |= piece.w;
+      }
+    }
+    int own = 0, before = 0, more;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      some[i] = __ballot_sync(0xffffffffu, any[i] != 0);
+      own += __popc(some[i]), before += __popc(some[i] & lanes_before());
+    }
+    buffer ^= 1;
+    int to = written + found + sum_before(range.shared, own, buffer, more) + before;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (any[i] == 0) continue;
+      if (to < capacity) {
+        keys[to] = key + i;
+        for (int word = 0; word < words; ++word) seen[static_cast<int64_t>(to) * words + word] = seen_bits(i, word);
+      }
+      ++to;
+    }
+    found += more;
+  }
+  return found;
+}
+
 // indices int32 [B|1, H|Hkv|1, Sq, K] -> key, seen, count of KeyUnions. A block makes the union of one tile of queries.
 __global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__ AttentionParams p,
                                                          const __grid_constant__ KeyUnions unions, int32_t* tile_counter) {
@@ -162,6 +230,9 @@ __global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__
   const int blocks = (last_key >> log2_block) + 1,
             range = min(kPoolWords / words, blocks + 3) / 4 * 4;  // whole pieces of 16 bytes
   const OtherMasks others(p, tile);
+  const bool is_plain = log2_block == 0 && !others.spans.has_intervals() && !others.tiles.tiles;
+  const int local_from = lists.local > 0 ? max(tile.index_low - lists.local + 1, 0) : key_length,
+            local_to = lists.local > 0 ? tile.index_low + tile.queries : 0;
   int32_t* const keys = unions.key + blockIdx.x * unions.capacity;
   uint32_t* const seen = unions.seen + blockIdx.x * unions.capacity * words;
   int written = 0, buffer = 0;
@@ -173,9 +244,13 @@ __global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__
     __syncthreads();
     collect_bits(shared, p, tile, first, count, range, first + count < blocks);
     __syncthreads();
+    const UnionRange here{shared, p, tile, first, count, range, local_from, local_to};
+    if (is_plain) {
+      written += write_listed(here, others, words, unions.capacity, written, buffer, keys, seen);
+      __syncthreads();
+      continue;
+    }
     // Find the blocks that are listed, or have local keys or sinks.
-    const int local_from = lists.local > 0 ? max(tile.index_low - lists.local + 1, 0) : key_length,
-              local_to = lists.local > 0 ? tile.index_low + tile.queries : 0;
     int needed = 0;
     for (int begin = 0; begin < count; begin += kThreads * kAtOnce) {
       uint32_t some[kAtOnce];  // a bit for each lane
@@ -183,7 +258,7 @@ __global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int block = begin + warp * 32 * kAtOnce + 32 * i + lane, key = (first + block) << log2_block;
-        bool is_needed = key < lists.sinks || (key < local_to && key + (1 << log2_block) > local_from);
+        bool is_needed = here.has_more(key, 1 << log2_block);
         for (int word = 0; word < words && block < count; ++word) is_needed |= shared.pool[word * range + block] != 0;
         some[i] = __ballot_sync(0xffffffffu, is_needed && block < count);
         own += __popc(some[i]);
@@ -202,11 +277,6 @@ __global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__
     }
     __syncthreads();
     // Spread them out into keys, and write those that some query sees.
-    const auto listed_bits = [&](int block, int key, int word) {
-      const int first_local = lists.local > 0 ? key - tile.index_low : kLastPosition;
-      if (key < lists.sinks) return 0xffffffffu;
-      return shared.pool[word * range + block] | bits_between(first_local, first_local + lists.local, word);
-    };
     for (int begin = 0; begin < needed << log2_block; begin += kThreads * kAtOnce) {
       uint32_t some[kAtOnce];
       int own = 0, more;
@@ -217,7 +287,7 @@ __global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__
         if (place < needed) {
           const int block = shared.needed[place], key = ((first + block) << log2_block) + (item & ((1 << log2_block) - 1));
           const Span span = key <= last_key ? others.spans.of_key(key) : Span::empty();
-          for (int word = 0; word < words; ++word) any |= others.keep(listed_bits(block, key, word), span, key, word);
+          for (int word = 0; word < words; ++word) any |= others.keep(here.listed_bits(block, key, word), span, key, word);
         }
         some[i] = __ballot_sync(0xffffffffu, any != 0);
         own += __popc(some[i]);
@@ -234,7 +304,7 @@ __global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__
         const Span span = others.spans.of_key(key);
         keys[to] = key;
         for (int word = 0; word < words; ++word) {
-          seen[static_cast<int64_t>(to) * words + word] = others.keep(listed_bits(block, key, word), span, key, word);
+          seen[static_cast<int64_t>(to) * words + word] = others.keep(here.listed_bits(block, key, word), span, key, word);
         }
       }
       written += more;

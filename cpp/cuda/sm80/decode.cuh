@@ -45,7 +45,7 @@ __device__ __forceinline__ void sync_team() {
 }
 
 // Waits like sync_team, and says whether `holds` is true for any thread of the team; the threads of a warp give the same value.
-// Where each key has a page of its own, the warps of a team share the keys, and each looks at the page numbers of its keys only.
+// With lists the warps of a team share the keys, and each looks at the page numbers of its keys only.
 template <int kTeamWarps>
 __device__ __forceinline__ bool any_of_team(bool holds) {
   if constexpr (kTeamWarps == 1) {
@@ -70,7 +70,7 @@ struct ScoreTerms {
     const DecodeParams& p = call.p;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const RowPlace place(call, here.kv_head, here.first_row + min(row + 8 * r, here.rows - 1));
+      const RowPlace place(call, here.head, here.first_row + min(row + 8 * r, here.rows - 1));
       end[r] = p.is_causal ? here.length - static_cast<int>(p.queries) + place.query + 1 : here.length;
       row_bias[r] = bias_is_shared ? nullptr : row_of<const float>(p.key_bias, here.batch, place.head);
     }
@@ -78,8 +78,9 @@ struct ScoreTerms {
   }
 
   // Products with keys first, first + 1, .. to logits. This thread has columns lane % 4 * 2 and the one after, of every eight.
-  // shared_bias [keys] is the key_bias of the group, or null; keys from last_key on do not exist.
-  template <int kN>
+  // shared_bias [keys] is the key_bias of the group, or null, and with lists -inf for places without a key; keys from last_key on
+  // do not exist.
+  template <bool kHasLists, int kN>
   __device__ __forceinline__ void apply(float (&scores)[kN][4], int first, const float* shared_bias, int last_key) const {
     const int column = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
@@ -99,6 +100,10 @@ struct ScoreTerms {
       for (int n = 0; n < kN; ++n) {
         const float2 bias = *reinterpret_cast<const float2*>(shared_bias + 8 * n + column);
         scores[n][0] += bias.x, scores[n][1] += bias.y, scores[n][2] += bias.x, scores[n][3] += bias.y;
+#pragma unroll
+        for (int e = 0; kHasLists && e < 4; ++e) {  // otherwise a score of NaN would stay
+          if ((e % 2 ? bias.y : bias.x) == negative_infinity()) scores[n][e] = negative_infinity();
+        }
       }
     } else if (row_bias[0]) {
 #pragma unroll
@@ -179,7 +184,7 @@ struct QueryRows {
       const bool wanted = row < here.rows;
       const char* from = static_cast<const char*>(p.query.data);
       if (wanted) {
-        const RowPlace place(call, here.kv_head, here.first_row + row);
+        const RowPlace place(call, here.head, here.first_row + row);
         from = rows_of_head(p.query, here.batch, place.head) + place.query * p.query.row_stride * 2;
       }
       copy.start(tile, r, from, wanted);
@@ -226,11 +231,12 @@ __device__ __forceinline__ void join_cluster(const DecodeCall& call, const Tile&
 }
 
 // query [B, H, T, D], key, value [B, Hkv, Smax, D or Dv] or pages -> out, lse, or part_sums, part_out. A warp has 16 rows, and
-// the keys of one slice; its team are the warps of the slice. A StepCall takes a new token into the cache on the way.
+// the keys of one slice; its team are the warps of the slice. A StepCall takes a new token into the cache on the way; a
+// ListedCall reads the keys of lists.
 template <class T, int kDim, DecodeRows kRows, class Call>
 __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
                              kDecodeShape<kDim, kRows>.blocks_per_sm) void decode_kernel(const __grid_constant__ Call given) {
-  constexpr bool kTakesToken = std::is_same_v<Call, StepCall>;
+  constexpr bool kTakesToken = std::is_same_v<Call, StepCall>, kHasLists = std::is_same_v<Call, ListedCall>;
   const DecodeCall& call = decode_of(given);
   using Shared = DecodeShared<kDim, kRows>;
   using Sizes = DecodeSizes<kDim, kRows>;
@@ -246,18 +252,16 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
   [[maybe_unused]] auto& token_shared = *reinterpret_cast<Token*>(shared_bytes + sizeof(Shared));
   uint8_t* const inbox = shared_bytes + sizeof(Shared) + (kTakesToken ? Token::bytes(call.parts) : 0);
   if (call.is_cluster) join_cluster<kDim, Sizes::kThreads / 32, kTakesToken>(call, here, token_shared, inbox);
-  ChunkCopies<kDim, Sizes::kKeys, kStages, Sizes::kTeamThreads> copies{p, here.batch, here.kv_head,
-                                                                       here.first_key + slice * Sizes::kKeys, Sizes::kChunkKeys};
-  copies.thread = team_thread;
-  copies.stages = shared_address(&shared.stages[slice][0]);
-  copies.key_bias_stages = shared_address(&shared.key_bias[slice][0][0]);
-  copies.key_bias = bias_is_shared ? row_of<const float>(p.key_bias, here.batch, here.kv_head * call.group) : nullptr;
-  if (!p.page_table) copies.find_places(0);
+  ChunkCopies<kDim, Sizes::kKeys, kStages, Sizes::kTeamThreads, kHasLists> copies{
+      p, here.batch, here.kv_head, here.first_key + slice * Sizes::kKeys, Sizes::kChunkKeys};
+  copies.begin(team_thread, shared_address(&shared.stages[slice][0]), shared_address(&shared.key_bias[slice][0][0]),
+               bias_is_shared ? row_of<const float>(p.key_bias, here.batch, RowPlace(call, here.head, 0).head) : nullptr);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 
   [[maybe_unused]] auto token = begin_token<kDim, Sizes::kThreads / 32>(given, token_shared, here);
   here.find_length(call);
+  if constexpr (kHasLists) copies.begin_list(call, here.head);
   if (here.first_key >= here.last_key && call.part_out) return;
   copies.last_key = here.last_key;
   copies.chunks = (here.last_key - here.first_key + Sizes::kChunkKeys - 1) / Sizes::kChunkKeys;
@@ -307,8 +311,8 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
       float scores[1][Sizes::kKeys / 8][4];
       clear(scores);
       multiply_held<T>(scores[0], query, Fragment<kDim>::wide(key_tile, 0, 0));
-      const float* const bias = copies.key_bias ? shared.key_bias[slice][chunk % kStages] : nullptr;
-      terms.apply(scores[0], copies.first_key_of(chunk), bias, here.last_key);
+      const float* const bias = copies.key_bias || kHasLists ? shared.key_bias[slice][chunk % kStages] : nullptr;
+      terms.template apply<kHasLists>(scores[0], copies.first_key_of(chunk), bias, here.last_key);
       // Turn scores into weights, and rescale the sums if a maximum moved.
       softmax.update(scores, 1.0f, out);
       // Multiply out += weights V.
@@ -348,6 +352,9 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
 template <class T, int kDim, DecodeRows kRows, class Call>
 cudaError_t launch_decode(const Call& given, cudaStream_t stream) {
   const DecodeCall& call = decode_of(given);
+  if constexpr (std::is_same_v<Call, DecodeCall>) {
+    if (call.p.index.entries.data) return launch_decode<T, kDim, kRows>(ListedCall{call}, stream);
+  }
   using Sizes = DecodeSizes<kDim, kRows>;
   constexpr int kBytes = sizeof(DecodeShared<kDim, kRows>);
   constexpr bool kTakesToken = std::is_same_v<Call, StepCall>;
@@ -366,7 +373,7 @@ cudaError_t launch_decode(const Call& given, cudaStream_t stream) {
   static ClusterSizes known{};
   if (cluster > 1 && !cluster_fits(kernel, cluster, Sizes::kThreads, bytes, known)) return cudaErrorInvalidClusterSize;
   const int64_t tiles = (call.rows + Sizes::kTileRows - 1) / Sizes::kTileRows;
-  const int64_t blocks = call.p.batch * call.p.kv_heads * call.parts * tiles;
+  const int64_t blocks = call.p.batch * call.heads * call.parts * tiles;
   return launch_dependent_clusters(kernel, cluster, grid_of(blocks), Sizes::kThreads, bytes, stream, given);
 }
 

@@ -32,6 +32,8 @@ class IndexMask(MaskData):
     those of the query's document, and in :func:`dmattn.decode_attention` those of its sequence.
 
     Entries that are in no sequence are refused where the values lie on the CPU (and nothing is being traced); elsewhere they list nothing.
+    Do not write into the lists of a mask: decoding relies on lists that :func:`index_top_k`, ``top_k`` or ``from_bool`` made having no entry
+    twice. For a tensor that changes, make ``IndexMask(tensor)`` again.
 
     Args:
         indices: int32 or int64 [B|1, H|Hkv|1, Sq, K], or with leading dimensions left out; kept as int32. Entry n lists the keys from
@@ -52,6 +54,9 @@ class IndexMask(MaskData):
     is_causal: bool = dataclasses.field(default=False, kw_only=True)
     local: int = dataclasses.field(default=0, kw_only=True)
     sink_keys: int = dataclasses.field(default=0, kw_only=True)
+
+    # Whether it is known that no list has an entry twice. What is made of a mask in another way than _of_lists does not know it.
+    _is_distinct: ClassVar[bool] = False
 
     LEAVES: ClassVar[tuple[str, ...]] = ("indices",)
     CONSTANTS: ClassVar[tuple[str, ...]] = ("block_size", "is_causal", "local", "sink_keys")
@@ -181,8 +186,10 @@ class IndexMask(MaskData):
 
     @classmethod
     def _of_lists(cls, lists: Tensor, block_size: int, is_causal: bool = False, local: int = 0, sink_keys: int = 0) -> IndexMask:
-        """From int32 lists that were made here."""
-        return cls._build(indices=lists, block_size=block_size, is_causal=is_causal, local=local, sink_keys=sink_keys)
+        """From int32 lists that were made here, none of which has an entry twice."""
+        mask = cls._build(indices=lists, block_size=block_size, is_causal=is_causal, local=local, sink_keys=sink_keys)
+        object.__setattr__(mask, "_is_distinct", True)
+        return mask
 
     # Use ------------------------------------------------------------------------------------------------------------------------
 
@@ -207,6 +214,14 @@ class IndexMask(MaskData):
         b = F.pad(b, (0, 1), value=bounds.FOREVER).sort(dim=-1).values  # so that every number of a has a place in b
         both = torch.where(b.gather(3, torch.searchsorted(b, a)) == a, a, NONE)
         return own._replace(indices=both, is_causal=self.is_causal or other.is_causal)
+
+    def _without_repeats(self) -> IndexMask:
+        """The mask with each entry once in its list; itself where that is known, otherwise its lists are sorted."""
+        if self._is_distinct:
+            return self
+        ordered = self.indices.sort(dim=-1).values
+        again = F.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
+        return self._of_lists(ordered.masked_fill(again, NONE), self.block_size, self.is_causal, self.local, self.sink_keys)
 
     @property
     def shape(self) -> torch.Size:

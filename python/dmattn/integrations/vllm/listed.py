@@ -19,6 +19,7 @@ from torch import Tensor
 from dmattn import checks
 from dmattn.integrations.vllm.backend import PagedBackend, PagedImpl
 from dmattn.masks import IndexMask
+from dmattn.masks.index import check_block_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Lists:
         scores = scores.masked_fill((number * page_size >= (lengths - self.local)[:, None])[:, None], -torch.inf)
         best = scores.topk(min(self.pages, table.shape[1]), 2)
         listed = torch.where(best.values > -torch.inf, best.indices, -1).int()
-        return IndexMask(listed[:, :, None], block_size=page_size, local=self.local, sink_keys=self.sink_keys)
+        check_block_size(page_size)
+        return IndexMask._of_lists(listed[:, :, None], page_size, local=self.local, sink_keys=self.sink_keys)
 
 
 class ListedBackend(PagedBackend):
