@@ -25,5 +25,5 @@ export PYTHONPATH="$PWD/build/asan/site" PYTHONMALLOC=malloc OMP_NUM_THREADS=2 O
 "$python" -c 'import dmattn; print(dmattn.library_path())' | grep -q build/asan/site
 exec "$python" -m pytest -p no:cacheprovider -q -n "$(nproc)" tests/ops/test_select.py tests/masks/test_masks.py tests/ops/test_forward.py tests/ops/test_backward.py \
   tests/ops/test_errors.py tests/ops/test_limits.py tests/ops/test_sdpa.py tests/masks/test_index_calls.py tests/ops/test_indexer.py tests/ops/test_index_loss.py tests/ops/test_dynamic_mask_attention.py \
-  tests/ops/test_hostile_files.py \
+  tests/ops/test_decode.py tests/masks/test_index.py tests/ops/test_hostile_files.py \
   -m "not slow" "$@"
