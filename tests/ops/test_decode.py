@@ -517,6 +517,13 @@ def test_flops(device, dtype):
         case.call()
     pairs = 0 + (2 + 1) + 2 * (300 + 299 + 298)
     assert counter.get_total_flops() == 2 * 4 * pairs * (16 + 24)
+    listed = dataclasses.replace(
+        case, mask=IndexMask(torch.tensor([[0, 0, 250], [3, -1, 4], [299, 298, 2]], device=device), local=1)
+    )
+    with FlopCounterMode(display=False) as counter:
+        listed.call()
+    pairs = 0 + (1 + 1) + 2 * (3 + 3 + 3)
+    assert counter.get_total_flops() == 2 * 4 * pairs * (16 + 24)
 
 
 def test_meta_and_autocast(device, dtype):
