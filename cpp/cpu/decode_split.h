@@ -74,8 +74,9 @@ DMATTN_INLINE bool has_bad_page(const DecodeParams& p, const DecodeRows& here, i
   if (!p.page_table) return false;
   for (int64_t at = first; at < last; at = here.list ? at + 1 : round_up(at + 1, p.page_size)) {
     const int64_t key = key_at(p, here, at);
-    const int64_t page = key < 0 ? 0 : place_of(p, here.batch, key).page;
-    if (page < 0 || (key >= 0 && page >= p.pages)) return true;
+    if (key < 0) continue;
+    const int64_t page = place_of(p, here.batch, key).page;
+    if (page < 0 || page >= p.pages) return true;
   }
   return false;
 }

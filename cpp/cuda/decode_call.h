@@ -14,12 +14,13 @@ namespace dmattn::cuda {
 struct DecodeCall {
   DecodeParams p;
   float scale = 0.0f;
-  // A block has the rows of a key head: query t of its group's head g is row t * group + g. With lists it has those of a query
-  // and of the heads that share its list; then these "heads" are as many for each key head.
-  int heads = 1, sharing = 1;  // heads, and how many of them read a key head
-  int queries_apart = 1;       // queries that are heads: T with lists
-  int group = 1;               // query heads of a head
-  int rows = 0;                // of a head
+  // Rows that read the same keys are a head of the call: without lists those of a key head, where query t of the group's head g
+  // is row t * group + g. With lists a head is one query of the heads that share a list.
+  int heads = 1;          // of a sequence
+  int sharing = 1;        // heads that read the same key head
+  int queries_apart = 1;  // queries that are heads by themselves: 1, or T with lists
+  int group = 1;          // query heads of a head
+  int rows = 0;           // of a head
   int split_keys = 0;
   int block_splits = 1;  // neighbouring splits of a block, a power of two
   int parts = 1;         // blocks for the keys of a sequence; each finds a part of the sums

@@ -242,7 +242,7 @@ def scale(value: object, name: str = "scale") -> float:
 def values_are_known(value: Tensor) -> bool:
     """True when reading the tensor's values costs no device sync and is possible at all (not while tracing or under torch.func).
 
-    Of a DTensor every process has a part, which may be empty."""
+    False for a DTensor: a process has a part of it, perhaps an empty one."""
     return value.device.type == "cpu" and values_can_be_read(value) and not hasattr(value, "device_mesh")
 
 

@@ -62,10 +62,10 @@ def decode_attention(
         key_bias: added to every logit of a key, [B|1, H|Hkv|1, Smax].
         page_table: int32 [B, max_pages] on query's device. Key j of sequence b lies in page ``page_table[b, j // page_size]``, and Smax is
             max_pages * page_size. A number that is out of range is no wrong access: if a key below ``lengths[b]`` would lie there, all of
-            sequence b is empty, 0 with lse = -inf; with a mask those queries are that would see such a key.
+            sequence b is empty, 0 with lse = -inf. With a mask only the queries that would see such a key are.
         mask: an :class:`IndexMask` for the T queries: each sees those of its keys that are listed, in its local window or among the sinks, and
             no others are read. Entries count a sequence's keys from its first one, with a page_table, too. Masks of :func:`index_top_k` and
-            :meth:`IndexMask.top_k` have no entry twice; lists of which that is not known are sorted first.
+            :meth:`IndexMask.top_k` have no entry twice; the lists of others are sorted in every call, to drop repeated entries.
         sinks: [H], learned logits that only take weight: exp(sinks[h]) is added to the denominator. lse leaves them out.
         scale: factor of the products, default D ** -0.5.
         softcap: if > 0, products become ``softcap * tanh(s / softcap)`` before biases are added.

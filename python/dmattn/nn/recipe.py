@@ -79,8 +79,8 @@ class IndexRecipe:
         index_heads, index_dim: heads of the indexer, and their size, a multiple of 8 up to 256.
         block_size: keys that are chosen together, a power of two from 1 to 128.
         block_score: what a block is chosen by, "max" or "mean_key", see :func:`dmattn.index_top_k`.
-        recency, local_heads: as of :class:`ScoreRecipe`; recency is added to logits alone. Fewer local heads recall better from afar, and take
-            longer: with none all names of the study were learned with every seed (research/lab/learning.md).
+        recency, local_heads: as of :class:`ScoreRecipe`; recency is added to logits alone. With fewer local heads
+            the study's models recalled more from afar, and steps took longer (docs/learning.md).
         rotary_factor: the part of the dimensions of a head, the first ones, that rotate.
         queries, last: how many queries look at all keys for the loss, and which part of them is drawn from the last sixteenth.
         sharp: how they count, see :func:`dmattn.index_loss`.
