@@ -64,7 +64,8 @@ def described(s: dict[str, Any]) -> str:
         words += [f"{s['local']} local"] if s["local"] else []
         words += [f"{s['sink']} sinks"] if s["sink"] else []
     kv_heads = s.get("kv_heads") or s["heads"]
-    words += [f"{s['plain_heads']} of {kv_heads} heads with {s['plain_local']} local keys alone"] if s["plain_heads"] else []
+    where = f" in the first {s['plain_layers']} of {s['layers']} layers" if s.get("plain_layers") else ""
+    words += [f"{s['plain_heads']} of {kv_heads} heads with {s['plain_local']} local keys alone{where}"] if s["plain_heads"] else []
     words += [f"one layer in {s['dense_every']} dense"] if s.get("dense_every") else []
     words += ["the others not rotated"] if s.get("rope_plain") else []
     words += ["recency"] if s["recency"] else []

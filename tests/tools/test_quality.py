@@ -267,6 +267,18 @@ def test_a_hybrid_has_a_dense_layer_in_three(quality):
     assert masks == ["sliding", "sliding", "dense"] * 2
 
 
+def test_the_first_layers_alone_have_local_heads(quality):
+    from quality_model import Model
+
+    options = {**SMALL, "layers": 3, "heads": 4, "plain_layers": 2}
+    settings = quality.settings_of({"task": "mqar", "variant": "query+local4+mixed+recency", **options})
+    model = Model(settings, 8)
+    assert [block.attention.indexer.groups for block in model.blocks] == [2, 2, 4]
+    assert [block.attention.settings.window for block in model.blocks] == [24, 24, 12]
+    tokens = torch.randint(8, (1, 64))
+    assert model(tokens, tokens, settings.window, torch.tensor(0.0))[0].isfinite().all()
+
+
 @pytest.mark.parametrize("path", sorted(JOBS.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_jobs_are_runs_that_there_can_be(quality, path):
     jobs = [json.loads(line) for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
