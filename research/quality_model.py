@@ -503,7 +503,14 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, settings.width)
         dense = dataclasses.replace(
-            settings, mask="dense", plain_heads=0, plain_layers=0, lifetime_window=0, index_layers=1, index_warm_up=0, distill=False
+            settings,
+            mask="dense",
+            plain_heads=0,
+            plain_layers=0,
+            lifetime_window=0,
+            index_layers=1,
+            index_warm_up=0,
+            distill=False,
         )
         every, upper = settings.dense_every, dataclasses.replace(settings, plain_heads=0, plain_layers=0)
         self.blocks = nn.ModuleList()
