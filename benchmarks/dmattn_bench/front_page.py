@@ -1,8 +1,8 @@
 """The README's table of six models that differ in attention alone, from the training runs in benchmarks/results.
 
-``per-query`` is `nn.IndexedAttention.recommended`, ``half local`` the same with ``local_heads="half"``, ``per-key`` `nn.DynamicMaskAttention.recommended`, ``dense+`` the best dense model,
-``sliding+`` the best sliding window and ``hybrid`` the same with one dense layer in three. Memory of decoding is counted from the caches
-themselves.
+``per-query`` is `nn.IndexedAttention.recommended`, ``half local`` the same with ``local_heads="half"``, ``per-key``
+`nn.DynamicMaskAttention.recommended`, ``dense+`` the best dense model, ``sliding+`` the best sliding window and ``hybrid`` the same with one
+dense layer in three. Memory of decoding is counted from the caches themselves.
 """
 
 from __future__ import annotations
