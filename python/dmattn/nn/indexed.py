@@ -168,9 +168,8 @@ class IndexedAttention(RotatedProjections):
     ) -> IndexedAttention:
         """The settings to begin with, for ``visible`` keys that a head sees on average.
 
-        A head sees the last ``visible / 2`` keys and as many that the indexer chooses among those before. Where the recipe has local heads,
-        these see the last ones alone, and the others choose more (fewer than that where the numbers do not divide, or in blocks). Train it
-        with ``with_index_loss=True``.
+        A head sees the last ``visible / 2`` keys, and ``visible / 2`` before them that the indexer chooses, in whole blocks. With local heads,
+        which see the last ones alone, the other heads choose more, so that ``visible`` is the mean. Train it with ``with_index_loss=True``.
 
         Args:
             embed_dim, num_heads, num_kv_heads: as in the constructor; at least two key heads with ``local_heads="half"``.
