@@ -43,6 +43,7 @@ class Settings:
     # So many key heads see the last `plain_local` keys and the sinks; the others see more, so that the mean is `visible`
     plain_heads: int = 0
     plain_local: int = 128
+    plain_layers: int = 0  # so many layers, the first ones, have plain heads; 0: all
     dense_every: int = 0  # if > 0, every so many layers one is dense, the last of them: what hybrid models do
     # Lists of a mask by query: what the indexer chooses
     index_block: int = 1  # keys chosen together
@@ -125,6 +126,8 @@ class Settings:
             raise ValueError(f"dense_until: expected 0, or lists of every layer without lifetimes, got {self.dense_until}")
         if self.index_warm_up and not (self.mask == "query" and self.dense_until):
             raise ValueError(f"index_warm_up: expected 0, or a mask by query with dense_until, got {self.index_warm_up}")
+        if self.plain_layers and not (self.mask == "query" and self.plain_heads and self.index_layers == 1):
+            raise ValueError(f"plain_layers: expected 0, or lists of every layer with plain heads, got {self.plain_layers}")
         if self.mask == "query" and self.window % self.index_block:
             raise ValueError(f"index_block: expected a divisor of the {self.window} keys that are chosen, got {self.index_block}")
         if self.lookahead > self.local or (self.lookahead and self.bias != "none"):
@@ -500,13 +503,21 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, settings.width)
         dense = dataclasses.replace(
-            settings, mask="dense", plain_heads=0, lifetime_window=0, index_layers=1, index_warm_up=0, distill=False
+            settings,
+            mask="dense",
+            plain_heads=0,
+            plain_layers=0,
+            lifetime_window=0,
+            index_layers=1,
+            index_warm_up=0,
+            distill=False,
         )
-        every = settings.dense_every
-        self.blocks = nn.ModuleList(
-            Block(dense if every and layer % every == every - 1 else settings, layer % settings.index_layers == 0)
-            for layer in range(settings.layers)
-        )
+        every, upper = settings.dense_every, dataclasses.replace(settings, plain_heads=0, plain_layers=0)
+        self.blocks = nn.ModuleList()
+        for layer in range(settings.layers):
+            of_layer = upper if 0 < settings.plain_layers <= layer else settings
+            of_layer = dense if every and layer % every == every - 1 else of_layer
+            self.blocks.append(Block(of_layer, layer % settings.index_layers == 0))
         self.index_layers = settings.index_layers
         self.norm = nn.RMSNorm(settings.width)
         self.head = nn.Linear(settings.width, vocabulary, bias=False)

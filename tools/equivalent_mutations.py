@@ -130,7 +130,7 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "Where few are alike they are sorted twice, too: slower, the same order.",
     ),
     "cpp/cuda/indexer/few_heads.cu:launch: minimum, maximum 1": (
-        "const dim3 grid(grid_of(std::[min -> max](most, (kEnoughBlocks + call.t",
+        "const dim3 grid(grid_of(std::[min -> max](most, (enough + call.tiles - ",
         "More blocks share the keys, and those without any end at once: slower, the same scores.",
     ),
     "cpp/cuda/indexer/choose.cu:index_choice_kernel: comparison 1": (

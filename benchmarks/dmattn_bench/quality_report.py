@@ -20,7 +20,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {  # which settings belong
     "quality-passkey": lambda s: s["task"] == "passkey",
 }
 NAMES = {  # of the models that are compared with each other, by the name of their runs
-    "query+local+recency+mixed+barely+rows4+peak+explore+last": "per-query",
+    "query+local+recency+barely+rows4+peak+explore+last": "per-query",
+    "all heads select": "per-query",
+    "query+local+recency+mixed+barely+rows4+peak+explore+last": "half local",
     "taught+local4+recency+mixed+rows4+peak+explore+last+nearby": "per-key",
     "recommended": "per-key",
     "dense+recency+barely": "dense+",
@@ -64,7 +66,10 @@ def described(s: dict[str, Any]) -> str:
         words += [f"{s['local']} local"] if s["local"] else []
         words += [f"{s['sink']} sinks"] if s["sink"] else []
     kv_heads = s.get("kv_heads") or s["heads"]
-    words += [f"{s['plain_heads']} of {kv_heads} heads with {s['plain_local']} local keys alone"] if s["plain_heads"] else []
+    where = f" in the first {s['plain_layers']} of {s['layers']} layers" if s.get("plain_layers") else ""
+    words += (
+        [f"{s['plain_heads']} of {kv_heads} heads with {s['plain_local']} local keys alone{where}"] if s["plain_heads"] else []
+    )
     words += [f"one layer in {s['dense_every']} dense"] if s.get("dense_every") else []
     words += ["the others not rotated"] if s.get("rope_plain") else []
     words += ["recency"] if s["recency"] else []
@@ -85,9 +90,9 @@ def described(s: dict[str, Any]) -> str:
 
 
 def model_of(run: Run) -> str | None:
-    """The model of NAMES that a run trained, or None. Runs of the two layers with other local heads than they recommend are left out."""
+    """The model of NAMES that a run trained, or None. Only with as large local windows in local heads as the layers recommend."""
     name, s = NAMES.get(run["name"]), run["settings"]
-    local_part = {"per-query": 2, "per-key": 4}.get(name or "")
+    local_part = {"half local": 2, "per-key": 4}.get(name or "")
     return None if local_part and s["plain_local"] * local_part != s["visible"] else name
 
 

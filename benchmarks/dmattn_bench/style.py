@@ -13,7 +13,7 @@ BASELINES = {
     "FlexAttention": VIOLET,
     "dmattn dense": LINE,
 }
-MODELS = {"per-key": OURS, "per-query": OURS_TOO, "dense+": INK, "sliding+": GREEN, "hybrid": VIOLET}
+MODELS = {"per-key": OURS, "per-query": OURS_TOO, "half local": ORANGE, "dense+": INK, "sliding+": GREEN, "hybrid": VIOLET}
 RC = {"svg.hashsalt": "dmattn", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
       "axes.titlesize": 10, "figure.titlesize": 11, "legend.fontsize": 8, "legend.frameon": False}  # fmt: skip
 

@@ -35,6 +35,7 @@ std::tuple<Tensor, Tensor> index_top_k_op(const Tensor& query, const Tensor& key
   const int64_t round = 4 << call.log2_fold;
   call.row_stride = ceil_div(ceil_div(row_scores, int64_t{1} << call.sample.log2), round) * round;
   call.tiles_per_group = ceil_div(p.query_length, kIndexTileQueries);
+  call.processors = device_attribute<cudaDevAttrMultiProcessorCount>(device.index());
   const int64_t tiles = p.batch * p.groups * call.tiles_per_group;
   const int64_t row_bytes = call.row_stride * 4 + (is_sampled ? (call.sample.capacity + 1) * sizeof(IndexEntry) + 4 : 0);
   const int64_t tile_bytes = kIndexTileQueries * row_bytes;

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 def layer_of(recipe: dict[str, Any]) -> IndexedAttention:
     torch.manual_seed(0)
-    fields = IndexRecipe(index_heads=2, index_dim=8, queries=1 << 12, last=0.0, **recipe)
+    fields = IndexRecipe(**{"index_heads": 2, "index_dim": 8, "local_heads": "half", "queries": 1 << 12, "last": 0.0, **recipe})
     return IndexedAttention(32, 8, 8, num_kv_heads=4, head_dim=8, local=3, sink_keys=1, recipe=fields, dtype=torch.float64)
 
 

@@ -38,7 +38,9 @@ def layer_of(dtype=torch.float64, **options):
     fields = {name: options.pop(name) for name in FIELDS & options.keys()}
     softcap = options.pop("softcap", 0.0)
     sizes = {"window": 8, "num_kv_heads": 4, "head_dim": 8, "local": 3, "dtype": dtype, **options}
-    layer = IndexedAttention(32, 8, recipe=IndexRecipe(index_heads=2, index_dim=8, **fields), **sizes)
+    layer = IndexedAttention(
+        32, 8, recipe=IndexRecipe(**{"index_heads": 2, "index_dim": 8, "local_heads": "half", **fields}), **sizes
+    )
     layer.softcap = softcap
     return layer
 
@@ -153,16 +155,23 @@ def test_lists_go_to_the_next_layer_with_prompts_of_different_lengths(side):
     torch.testing.assert_close(one, each)
 
 
-@pytest.mark.parametrize("kv_heads", [2, 3, 8])
-def test_heads_of_the_recommended_layer_see_so_many_keys_on_average(kv_heads):
-    layer = IndexedAttention.recommended(192, 24, 32, num_kv_heads=kv_heads)
-    assert (layer.local, layer.local_heads, layer.partial_rotary_factor) == (16, kv_heads // 2, 0.25)
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("local_heads", [0, 1, "half"])
+def test_heads_of_the_recommended_layer_see_so_many_keys_on_average(kv_heads, local_heads):
+    options = {"recipe": IndexRecipe(local_heads=local_heads)} if local_heads else {}
+    if kv_heads == 1 and local_heads:
+        with pytest.raises(ValueError, match=r"expected at least 2, half of which|expected fewer than the 1 key heads"):
+            IndexedAttention.recommended(192, 24, 32, num_kv_heads=kv_heads, **options)
+        return
+    layer = IndexedAttention.recommended(192, 24, 32, num_kv_heads=kv_heads, **options)
+    expected = kv_heads // 2 if local_heads == "half" else local_heads
+    assert (layer.local, layer.local_heads, layer.partial_rotary_factor) == (16, expected, 0.25)
     seen = kv_heads * layer.local + (kv_heads - layer.local_heads) * layer.window
     assert 31 < seen / kv_heads <= 32
 
 
 def test_the_recommended_window_is_of_whole_blocks():
-    in_blocks = IndexedAttention.recommended(64, 8, 40, num_kv_heads=4, recipe=IndexRecipe(block_size=16))
+    in_blocks = IndexedAttention.recommended(64, 8, 80, num_kv_heads=4, recipe=IndexRecipe(block_size=16))
     assert (in_blocks.window, in_blocks.indexer.k) == (32, 2)
     assert IndexedAttention.recommended(64, 8, 32, window=5).window == 5
     with pytest.raises(ValueError, match="visible: expected enough for a block of 16 keys that is chosen, got 8"):

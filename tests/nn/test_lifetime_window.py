@@ -24,7 +24,9 @@ def layer_of(dtype=torch.float64, **options):
         name: options.pop(name) for name in ("recency", "local_heads", "groups", "block_size", "queries") if name in options
     }
     sizes = {"window": 6, "num_kv_heads": 4, "head_dim": 8, "local": 3, "lifetime_window": 11, "dtype": dtype, **options}
-    layer = IndexedAttention(32, 8, recipe=IndexRecipe(**{"index_heads": 2, "index_dim": 8, **fields}), **sizes)
+    layer = IndexedAttention(
+        32, 8, recipe=IndexRecipe(**{"index_heads": 2, "index_dim": 8, "local_heads": "half", **fields}), **sizes
+    )
     nn.init.normal_(layer.lifetime_proj.weight)
     return layer
 

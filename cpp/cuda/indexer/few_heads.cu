@@ -13,6 +13,9 @@ constexpr int kHeads = kFewIndexHeads, kWarps = 4, kThreads = kWarps * 32;
 constexpr int kChunk = 32, kColumns = kChunk / 8;  // keys that a warp scores at once, in columns of mma
 static_assert(kChunk == 1 << log2_keys_of_warp(kHeads, 64));
 
+// Whether the warps of a block share the keys of a tile of so many queries, and have all of its queries each.
+DMATTN_HOST_DEVICE constexpr bool shares_keys(int64_t queries) { return queries <= 16; }
+
 // Candidates on their way into memory. A lane collects those that it finds in each of its rows in shared memory, and the warp
 // writes them down together when some lane might run out of room.
 struct StagedCandidates {
@@ -209,11 +212,11 @@ __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
   const int tile = static_cast<int>(gridDim.y - 1 - blockIdx.y);  // the longest first
   const IndexQueries at(call, tile);
   const int rows = min(kIndexTileQueries, static_cast<int>(p.query_length) - at.first);
-  const bool shares_keys = rows <= 16;
-  const int warp = static_cast<int>(threadIdx.x / 32), lane = threadIdx.x % 32, warp_row = shares_keys ? 0 : warp * 16;
-  const int sharers = shares_keys ? kWarps : 1;
+  const bool is_shared = shares_keys(rows);
+  const int warp = static_cast<int>(threadIdx.x / 32), lane = threadIdx.x % 32, warp_row = is_shared ? 0 : warp * 16;
+  const int sharers = is_shared ? kWarps : 1;
   int step = static_cast<int>(gridDim.x) * sharers * kChunk;
-  int first = static_cast<int>(blockIdx.x) * sharers * kChunk + (shares_keys ? warp * kChunk : 0);
+  int first = static_cast<int>(blockIdx.x) * sharers * kChunk + (is_shared ? warp * kChunk : 0);
   const CompetingRows of_last = competing_rows(p, at.offset + at.first + min(rows, warp_row + 16) - 1, at.length);
   const int end = max(of_last.end, of_last.later_end);
   if (warp_row >= rows || least_key_from<kFindsCandidates>(call, first) >= end) return;
@@ -266,13 +269,14 @@ __global__ __launch_bounds__(kThreads, kSteps <= 2 ? kFindsCandidates ? 3 : 4
 
 template <class T, int kSteps, bool kFindsCandidates>
 cudaError_t launch(const IndexCall& call, cudaStream_t stream) {
-  constexpr int64_t kEnoughBlocks = 2048;
   constexpr int kBytes = kFindsCandidates ? kWarps * StagedCandidates::kBytes : 0;
   static KernelAttribute known;
   const cudaError_t status = allow_shared_bytes(known, few_heads_kernel<T, kSteps, kFindsCandidates>, kBytes);
   if (status != cudaSuccess) return status;
+  // A warp reads all of its queries before its first key, which takes long beside few keys: two blocks on each multiprocessor.
+  const int64_t enough = shares_keys(call.p.query_length) ? 2 * call.processors : 2048;
   const int64_t most = (columns_of<kFindsCandidates>(call) + kChunk - 1) / kChunk;
-  const dim3 grid(grid_of(std::min(most, (kEnoughBlocks + call.tiles - 1) / call.tiles)), static_cast<unsigned>(call.tiles));
+  const dim3 grid(grid_of(std::min(most, (enough + call.tiles - 1) / call.tiles)), static_cast<unsigned>(call.tiles));
   few_heads_kernel<T, kSteps, kFindsCandidates><<<grid, kThreads, kBytes, stream>>>(call);
   return cudaGetLastError();
 }

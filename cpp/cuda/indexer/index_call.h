@@ -33,6 +33,7 @@ struct IndexCall {
   IndexTopKParams p;
   int64_t first_tile = 0, tiles = 0;  // of this part; tile t is tile t % tiles_per_group of the group t / tiles_per_group
   int64_t tiles_per_group = 0;
+  int processors = 0;        // multiprocessors of the device
   int log2_score_block = 0;  // rows of key that have one score: a block, as far as a warp has all of it
   int log2_fold = 0;         // scores of a block, the largest of which counts
   IndexSample sample;

@@ -137,7 +137,8 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         Raises:
             TypeError, ValueError: as the constructor, or visible is no multiple of 4, or there is one key head alone.
         """
-        chosen: dict[str, Any] = {**recommended_sizes(num_heads, num_kv_heads, visible, local_part=4), "recipe": ScoreRecipe()}
+        sizes = recommended_sizes(num_heads, num_kv_heads, visible, local_part=4, local_heads="half")
+        chosen: dict[str, Any] = {**sizes, "recipe": ScoreRecipe()}
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
 
     sink = renamed_attribute("sink", "sink_keys")

@@ -168,26 +168,24 @@ class IndexedAttention(RotatedProjections):
     ) -> IndexedAttention:
         """The settings to begin with, for ``visible`` keys that a head sees on average.
 
-        Half of the key heads (rounded down where their number is odd) see the last ``visible / 2`` keys alone, the others these and the
-        ``visible`` that the indexer chooses (fewer where the number is odd, or where that is no multiple of the recipe's ``block_size``).
-        Train it with ``with_index_loss=True``.
+        A head sees the last ``visible / 2`` keys, and ``visible / 2`` before them that the indexer chooses, in whole blocks. With local heads,
+        which see the last ones alone, the other heads choose more, so that ``visible`` is the mean. Train it with ``with_index_loss=True``.
 
         Args:
-            embed_dim, num_heads, num_kv_heads: as in the constructor; at least two key heads.
+            embed_dim, num_heads, num_kv_heads: as in the constructor; at least two key heads with ``local_heads="half"``.
             visible: a multiple of 4.
             options: any others of the constructor; they take the place of what is recommended.
 
         Raises:
-            TypeError, ValueError: as the constructor, or visible is no multiple of 4 or too small for a block, or there is one key head alone.
+            TypeError, ValueError: as the constructor, or visible is no multiple of 4 or too small for a block.
         """
-        chosen, recipe = recommended_sizes(num_heads, num_kv_heads, visible, local_part=2), options.get("recipe")
-        if isinstance(recipe, IndexRecipe):
-            checks.positive_int("block_size", recipe.block_size)
-            chosen["window"] -= chosen["window"] % recipe.block_size
-            if chosen["window"] == 0 and "window" not in options:
-                raise ValueError(
-                    f"visible: expected enough for a block of {recipe.block_size} keys that is chosen, got {visible}"
-                )
+        recipe = options.get("recipe")
+        recipe = recipe if isinstance(recipe, IndexRecipe) else IndexRecipe()
+        checks.positive_int("block_size", recipe.block_size)
+        chosen = recommended_sizes(num_heads, num_kv_heads, visible, local_part=2, local_heads=recipe.local_heads)
+        chosen["window"] -= chosen["window"] % recipe.block_size
+        if chosen["window"] == 0 and "window" not in options:
+            raise ValueError(f"visible: expected enough for a block of {recipe.block_size} keys that is chosen, got {visible}")
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
 
     # The whole sequence -----------------------------------------------------------------------------------------------------------

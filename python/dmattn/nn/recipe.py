@@ -79,8 +79,8 @@ class IndexRecipe:
         index_heads, index_dim: heads of the indexer, and their size, a multiple of 8 up to 256.
         block_size: keys that are chosen together, a power of two from 1 to 128.
         block_score: what a block is chosen by, "max" or "mean_key", see :func:`dmattn.index_top_k`.
-        recency, local_heads: as of :class:`ScoreRecipe`; recency is added to logits alone. With fewer local heads
-            the study's models recalled more from afar, and steps took longer (docs/learning.md).
+        recency, local_heads: as of :class:`ScoreRecipe`; recency is added to logits alone. With "half" steps and caches are smaller, but not
+            every model of the study learned to recall names (docs/learning.md).
         rotary_factor: the part of the dimensions of a head, the first ones, that rotate.
         queries, last: how many queries look at all keys for the loss, and which part of them is drawn from the last sixteenth.
         sharp: how they count, see :func:`dmattn.index_loss`.
@@ -97,7 +97,7 @@ class IndexRecipe:
     block_size: int = 1
     block_score: Literal["max", "mean_key"] = "max"
     recency: float | None = 0.25
-    local_heads: int | Literal["half"] = "half"
+    local_heads: int | Literal["half"] = 0
     rotary_factor: float = 0.25
     queries: int = 256
     last: float = 0.5
@@ -121,15 +121,17 @@ def _check_common(recipe: ScoreRecipe | IndexRecipe) -> None:
     checks.number("last", recipe.last, low=0.0, high=1.0)
 
 
-def recommended_sizes(num_heads: int, num_kv_heads: int | None, visible: int, local_part: int) -> dict[str, int]:
-    """window and local of layers with ``local_heads="half"`` whose heads see ``visible`` keys on average; local is visible / local_part."""
+def recommended_sizes(
+    num_heads: int, num_kv_heads: int | None, visible: int, local_part: int, local_heads: int | Literal["half"]
+) -> dict[str, int]:
+    """window and local of layers with so many local heads whose heads see ``visible`` keys on average; local is visible / local_part."""
     heads = num_heads if num_kv_heads is None else num_kv_heads
     checks.positive_int("visible", visible)
     checks.length("visible", visible)
     checks.positive_int("num_heads" if num_kv_heads is None else "num_kv_heads", heads)
     if visible % 4:
         raise ValueError(f"visible: expected a multiple of 4, got {visible}")
-    if heads < 2:
+    if local_heads == "half" and heads < 2:
         raise ValueError(f"num_kv_heads: expected at least 2, half of which see the last keys alone, got {heads}")
-    local, selecting = visible // local_part, heads - heads // 2
-    return {"window": (visible - local) * heads // selecting, "local": local}
+    local, selecting = visible // local_part, heads - (heads // 2 if local_heads == "half" else local_heads)
+    return {"window": (visible - local) * heads // max(1, selecting), "local": local}
