@@ -14,6 +14,8 @@ MATRIX_ARGS ?=
 # are given, a wheel and the layout for the hub, has all of them unless told otherwise.
 wheel hub: CUDA ?= ON
 CUDA ?= AUTO
+# Targets in place of those, as in CMAKE_CUDA_ARCHITECTURES, such as "80-real;90a-real".
+CUDA_ARCHS ?=
 # Which families of them the GPU tests run, one after the other: auto is the best for each call, on Hopper sm90 almost always.
 FAMILY ?= auto sm80
 # Processes that run tests, of a thread each.
@@ -63,9 +65,9 @@ docs: $(VENV)/docs.ready build  ## the documentation as a site in build/site; a 
 	@echo "build/site/index.html"
 
 wheel: $(VENV)/wheel.ready  ## one wheel in dist/ with CUDA kernels of all architectures, under the oldest system's tag that is true, and audited (CUDA=OFF: without)
-	@$(BIN)/cmake -DDMATTN_CUDA=$(CUDA) -P cmake/cuda_choice.cmake
+	@$(BIN)/cmake -DDMATTN_CUDA=$(CUDA) "-DDMATTN_CUDA_ARCHS=$(CUDA_ARCHS)" -P cmake/cuda_choice.cmake
 	rm -rf build/wheel
-	$(BIN)/pip wheel -q --no-build-isolation --no-deps --wheel-dir build/wheel -C cmake.define.DMATTN_CUDA=$(CUDA) .
+	$(BIN)/pip wheel -q --no-build-isolation --no-deps --wheel-dir build/wheel -C cmake.define.DMATTN_CUDA=$(CUDA) -C "cmake.define.DMATTN_CUDA_ARCHS=$(CUDA_ARCHS)" .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtorch.so --wheel-dir dist build/wheel/*.whl
 	$(BIN)/abi3audit --strict --summary build/wheel/*.whl
 	@ls -1 dist/*.whl
@@ -93,8 +95,8 @@ faults: $(VENV)/test.ready  ## plant mutations in copies of the sources and see 
 	PYTHONPATH=benchmarks $(BIN)/python tools/planted_faults.py $(FAULT_ARGS)
 
 build: $(VENV)/build.ready  ## compile and install into .venv, with CUDA kernels for the GPUs of this machine (CUDA=ON: all architectures)
-	@$(BIN)/cmake -DDMATTN_CUDA=$(CUDA) -P cmake/cuda_choice.cmake
-	$(BIN)/pip install -q --no-build-isolation --no-deps --force-reinstall -C cmake.define.DMATTN_CUDA=$(CUDA) .
+	@$(BIN)/cmake -DDMATTN_CUDA=$(CUDA) "-DDMATTN_CUDA_ARCHS=$(CUDA_ARCHS)" -P cmake/cuda_choice.cmake
+	$(BIN)/pip install -q --no-build-isolation --no-deps --force-reinstall -C cmake.define.DMATTN_CUDA=$(CUDA) -C "cmake.define.DMATTN_CUDA_ARCHS=$(CUDA_ARCHS)" .
 
 clean:  ## remove what was built (not .venv)
 	rm -rf build dist

@@ -48,7 +48,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    own = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "CUDA")  # of a make that runs these tests
+    own = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "CUDA", "CUDA_ARCHS")  # of a make that runs these tests
     environment = {name: value for name, value in os.environ.items() if name not in own}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
 
