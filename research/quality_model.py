@@ -502,17 +502,8 @@ class Model(nn.Module):
     def __init__(self, settings: Settings, vocabulary: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, settings.width)
-        dense = dataclasses.replace(
-            settings,
-            mask="dense",
-            plain_heads=0,
-            plain_layers=0,
-            lifetime_window=0,
-            index_layers=1,
-            index_warm_up=0,
-            distill=False,
-        )
         every, upper = settings.dense_every, dataclasses.replace(settings, plain_heads=0, plain_layers=0)
+        dense = dataclasses.replace(upper, mask="dense", lifetime_window=0, index_layers=1, index_warm_up=0, distill=False)
         self.blocks = nn.ModuleList()
         for layer in range(settings.layers):
             of_layer = upper if 0 < settings.plain_layers <= layer else settings

@@ -233,7 +233,7 @@ def draw_models(runs: list[Run], path: Path) -> None:
     )
     figure, axes = pyplot().subplots(1, 3, figsize=(9, 3), layout="constrained")
     for ax, (title, settings, across, what, limits) in zip(axes, panels, strict=True):
-        # Steps of a run that was stopped are those of the whole run, but seconds are shares of it.
+        # A run that was stopped had the learning rates of a whole one until then, so its curve over steps counts.
         kept = [run for run in runs if (run["complete"] or across == "step") and settings.items() <= run["settings"].items()]
         of_seed = {(model_of(run), run["settings"]["seed"]): run for run in kept}
         chosen = {model: [run for (named, _), run in of_seed.items() if named == model] for model in NAMES.values()}

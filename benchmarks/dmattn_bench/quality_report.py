@@ -90,7 +90,7 @@ def described(s: dict[str, Any]) -> str:
 
 
 def model_of(run: Run) -> str | None:
-    """The model of NAMES that a run trained, or None. Only with as large local windows in local heads as the layers recommend."""
+    """The model of NAMES that a run trained, or None. One with local heads has a name only if they see as many keys as the layers recommend."""
     name, s = NAMES.get(run["name"]), run["settings"]
     local_part = {"half local": 2, "per-key": 4}.get(name or "")
     return None if local_part and s["plain_local"] * local_part != s["visible"] else name

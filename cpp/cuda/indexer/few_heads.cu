@@ -273,7 +273,7 @@ cudaError_t launch(const IndexCall& call, cudaStream_t stream) {
   static KernelAttribute known;
   const cudaError_t status = allow_shared_bytes(known, few_heads_kernel<T, kSteps, kFindsCandidates>, kBytes);
   if (status != cudaSuccess) return status;
-  // A warp reads all of its queries before its first key, which takes long beside few keys: two blocks on each multiprocessor.
+  // Each warp of a tile of few queries reads all of them before its first key, so few blocks take less time than many.
   const int64_t enough = shares_keys(call.p.query_length) ? 2 * call.processors : 2048;
   const int64_t most = (columns_of<kFindsCandidates>(call) + kChunk - 1) / kChunk;
   const dim3 grid(grid_of(std::min(most, (enough + call.tiles - 1) / call.tiles)), static_cast<unsigned>(call.tiles));
