@@ -299,7 +299,9 @@ def test_the_cache_is_rewound_reordered_and_sequences_leave_and_join(options):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("leaves", [lambda cache: cache.reset(), lambda cache: cache.rewind(20)], ids=["reset", "rewind"])
-@pytest.mark.parametrize("options", [{}, {"local_heads": 0, "sink_keys": 6}, {"block_size": 4}], ids=["half", "all heads", "blocks"])
+@pytest.mark.parametrize(
+    "options", [{}, {"local_heads": 0, "sink_keys": 6}, {"block_size": 4}], ids=["half", "all heads", "blocks"]
+)
 def test_nothing_that_an_earlier_sequence_left_is_read(options, leaves, side):
     layer = layer_of(**options).eval()
     cache, prompt = layer.new_cache(1, 40, rewind=20), tensor((1, 8, 32), 0, torch.float64)

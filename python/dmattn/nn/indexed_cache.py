@@ -160,7 +160,11 @@ class IndexedCache(nn.Module):
             out = rolled(out, -shift)
             mask = mask._replace(indices=rolled(mask.indices, -shift))
         if self.streaming is not None:
-            options: dict[str, Any] = {"slopes": None if slopes is None else slopes[:first], "softcap": softcap, "select_only": True}
+            options: dict[str, Any] = {
+                "slopes": None if slopes is None else slopes[:first],
+                "softcap": softcap,
+                "select_only": True,
+            }
             local = self.streaming.attend(*of_streaming, lengths=lengths, padding_side=padding_side, **options)
             out = torch.cat((local, out), 1)
         self.length.copy_(after)  # last, so that a call that is refused changes nothing
