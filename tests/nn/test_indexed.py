@@ -482,8 +482,9 @@ def test_calls_that_cannot_be():
         with pytest.raises(ValueError, match=words), torch.no_grad():
             layer(hidden, **options)
     for wrong in (hidden[0], hidden[..., :16]):
-        with pytest.raises(ValueError, match=r"hidden_states: expected .*\[B, S, E\]"):
-            layer(wrong)
+        for call in (layer, layer.indexer, layer.indexer.select):
+            with pytest.raises(ValueError, match=r"hidden_states: expected .*\[B, S, E\]"):
+                call(wrong)
     with pytest.raises(RuntimeError, match="has no gradient"):
         layer(hidden, cache=cache)
     with pytest.raises(TypeError, match="expected a dmattn"), torch.no_grad():
