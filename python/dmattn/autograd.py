@@ -30,7 +30,7 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
 def below_autograd(op: Any, inputs: tuple[Any, ...]) -> Any:
     """Calls the op's kernel (or who stands before it: fakes, dispatch modes, functionalisation)."""
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*inputs)
+        return op.default(*inputs)
 
 
 def transforms_are_active() -> bool:

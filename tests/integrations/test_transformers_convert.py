@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.testing
 import transformers
 from dmattn import IntervalMask
-from dmattn.integrations.transformers import bounded_cache, convert, load_converted, score_loss_of, set_window
+from dmattn.integrations.transformers import bounded_cache, convert, convert_indexed, load_converted, score_loss_of, set_window
 from tiny_models import SIZES, distinct, padded, scattered
 from torch.testing import assert_close
 from transformers.models.doge.modeling_doge import DogeAttention
@@ -298,6 +298,84 @@ def test_saved_and_loaded(name, options, tmp_path):
     assert torch.equal(logits_of(by_hand, distinct()), logits_of(model, distinct()))
 
 
+BOTH_KINDS = pytest.mark.parametrize("convert_to", [convert, convert_indexed])
+
+
+def configs_of(model) -> list:
+    return [
+        value for part in model.modules() for value in vars(part).values() if isinstance(value, transformers.PreTrainedConfig)
+    ]
+
+
+@BOTH_KINDS
+def test_a_shared_config_stays_as_it_was(convert_to):
+    plain = built(attn_implementation="eager")
+    shared = plain.config
+    before, places = copy.deepcopy(shared), len(configs_of(plain))
+    other = transformers.LlamaForCausalLM(shared).eval()
+    expected = logits_of(other, distinct())
+    generation_config = plain.generation_config
+    with pytest.raises((TypeError, ValueError), match="window: expected"):
+        convert_to(plain, -1)
+    assert all(config is shared for config in configs_of(plain))
+    model = convert_to(plain, 4)
+    own = model.config
+    assert shared.to_dict() == before.to_dict()
+    assert (shared._attn_implementation, own._attn_implementation) == ("eager", "dmattn")
+    assert own is not shared
+    assert len(configs_of(model)) == places
+    assert all(config is own for config in configs_of(model))
+    assert model.generation_config is generation_config
+    assert torch.equal(logits_of(other, distinct()), expected)
+    assert model.generate(distinct(), max_new_tokens=2).shape == (2, 22)
+
+
+def test_configs_in_configs_are_copied_once():
+    """A model of text and images holds its language model's config twice: in that model, and in its own config."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+    shared = transformers.LlavaConfig(vision_config=vision, text_config=transformers.LlamaConfig(**SIZES), image_token_index=255)
+    model = convert(transformers.LlavaForConditionalGeneration(shared), 4)
+    language = model.model.language_model
+    assert language.config is model.config.text_config is language.layers[0].self_attn.config
+    assert language.config is not shared.text_config
+    assert model.config.dynamic_mask == language.config.dynamic_mask
+    for config in (shared, shared.text_config):
+        assert not hasattr(config, "dynamic_mask")
+    assert logits_of(model, distinct()).shape == (2, 20, 256)
+
+
+@BOTH_KINDS
+def test_models_of_one_config_are_loaded_as_what_they_were(convert_to, tmp_path):
+    """Whether the config that they share is a plain one, or one that a saved model of the other kind had."""
+    config = built().config
+    first = (convert_indexed if convert_to is convert else convert)(transformers.LlamaForCausalLM(config), 4)
+    for given in (config, first.config):
+        model = convert_to(transformers.LlamaForCausalLM(given), 4).eval()
+        model.save_pretrained(tmp_path)
+        loaded = load_converted(tmp_path).eval()
+        assert type(loaded.model.layers[0].self_attn) is type(model.model.layers[0].self_attn)
+        assert torch.equal(logits_of(loaded, distinct()), logits_of(model, distinct()))
+    model.config.dynamic_mask = model.config.indexed_attention = {"window": 4}
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="path: expected a config with the record of one conversion, got both 'dynamic_mask' and"
+    ):
+        load_converted(tmp_path)
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_after_labels_the_score_loss_is_in_the_loss(convert_to, use_cache):
+    options = {"select_only": True} if convert_to is convert else {}
+    model, tokens = convert_to(built(), 4, **options).train(), distinct()
+    model(input_ids=tokens, labels=tokens, use_cache=use_cache).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    made = r"convert\(select_only=True\)" if convert_to is convert else r"convert_indexed\(\)"
+    with pytest.raises(ValueError, match=rf"after {made}, .* a pass with labels adds the score loss to \.loss by itself"):
+        score_loss_of(model)
+
+
 def test_copied_and_pickled_after_training():
     model, tokens = convert(built(), 4, **RECOMMENDED).train(), distinct()
     model(input_ids=tokens).logits.sum().backward()  # the score loss has not been taken
@@ -357,7 +435,9 @@ def test_models_that_are_refused(tmp_path):
     with pytest.raises(TypeError, match=r"model: expected a transformers.PreTrainedModel, got Linear"):
         convert(torch.nn.Linear(2, 2), 4)
     built().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"path: expected a model saved after convert\(\), got a config without 'dynamic_mask'"):
+    with pytest.raises(
+        ValueError, match=r"path: expected a model saved after convert\(\) or convert_indexed\(\), got a config with neither"
+    ):
         load_converted(tmp_path)
     with pytest.raises(ValueError, match="model: expected layers with dmattn's selection"):
         set_window(built(), 4)

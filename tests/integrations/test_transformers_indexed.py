@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import dmattn
@@ -96,6 +97,33 @@ def test_padding_on_the_left_does_not_change_what_is_generated():
     assert torch.equal(model.generate(filled, attention_mask=mask, **how)[:, 17:], alone)
 
 
+@pytest.mark.parametrize(
+    ("options", "padding", "is_same"),
+    [
+        ({"local": 2}, 3, True),
+        ({"block_size": 2}, 4, True),
+        ({"block_size": 2}, 3, False),
+        ({"sink_keys": 2}, 4, False),
+    ],
+    ids=str,
+)
+def test_sinks_and_blocks_count_from_the_beginning_of_the_row(options, padding, is_same):
+    model, tokens = converted_of(**options), distinct(1, 30)
+    filled = torch.cat([torch.zeros_like(tokens[:, :padding]), tokens], 1)
+    mask = (torch.arange(30 + padding) >= padding).long()[None]
+    with contextlib.nullcontext() if is_same else pytest.raises(AssertionError, match="not close"):
+        assert_close(logits_of(model, filled, mask), logits_of(model, tokens)[0])
+
+
+def test_weights_are_loaded_into_a_model_of_another_window():
+    """As the error of set_window says."""
+    model = converted_of(window=4)
+    wider = converted_of(window=20)
+    wider.load_state_dict(model.state_dict())
+    assert_close(logits_of(wider, distinct()), logits_of(built(), distinct()))
+    assert not torch.equal(logits_of(wider, distinct()), logits_of(model, distinct()))
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_indexers_alone_learn_from_their_loss(checkpointing):
     model, tokens = converted_of(local=2).train(), distinct(2, 40)
@@ -183,7 +211,9 @@ def test_calls_that_cannot_be():
     model = converted_of()
     with pytest.raises(ValueError, match="got one whose queries choose among all keys"):
         bounded_cache(model)
-    with pytest.raises(ValueError, match=r"converted by convert\(\)"):
+    with pytest.raises(
+        ValueError, match=r"converted by convert\(\), .* by convert_indexed\(\), whose window stays; for another one"
+    ):
         set_window(model, 5)
     with pytest.raises(ValueError, match=r"converted by convert_indexed\(\)"):
         set_dense(dmattn.integrations.transformers.convert(built(), 4), True)

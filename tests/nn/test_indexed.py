@@ -297,6 +297,43 @@ def test_the_cache_is_rewound_reordered_and_sequences_leave_and_join(options):
             cache.rewind(41)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("leaves", [lambda cache: cache.reset(), lambda cache: cache.rewind(20)], ids=["reset", "rewind"])
+@pytest.mark.parametrize(
+    "options", [{}, {"local_heads": 0, "sink_keys": 6}, {"block_size": 4}], ids=["half", "all heads", "blocks"]
+)
+def test_nothing_that_an_earlier_sequence_left_is_read(options, leaves, side):
+    layer = layer_of(**options).eval()
+    cache, prompt = layer.new_cache(1, 40, rewind=20), tensor((1, 8, 32), 0, torch.float64)
+    padded = torch.cat((torch.full_like(prompt[:, :3], math.nan), prompt[:, :5]), 1) if side == "left" else prompt
+    with torch.no_grad():
+        layer(torch.full((1, 20, 32), math.nan, dtype=torch.float64), cache=cache)
+        leaves(cache)
+        out = layer(padded, cache=cache, lengths=torch.tensor([5], dtype=torch.int32), padding_side=side)
+        real = slice(3, 8) if side == "left" else slice(0, 5)
+        torch.testing.assert_close(out[:, real], layer(prompt[:, :5]))
+
+
+@pytest.mark.parametrize("local_heads", [0, "half"])
+def test_a_call_that_is_refused_changes_nothing(local_heads):
+    layer = layer_of(groups=0, local_heads=local_heads).eval()
+    cache, hidden = layer.new_cache(2, 40), tensor((2, 5, 32), 0, torch.float64)
+    heads = 4 - layer.local_heads
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="mask: expected entries below"):
+            layer(hidden, cache=cache, index_mask=dmattn.IndexMask(torch.full((2, heads, 5, 3), 1000)))
+        assert cache.next_positions(1).tolist() == [[0], [0]]
+        assert cache.streaming is None or cache.streaming.next_positions(1).tolist() == [[0], [0]]
+
+
+def test_the_loss_of_no_tokens_is_zero():
+    layer = layer_of()
+    out, loss = layer(tensor((2, 0, 32), 0, torch.float64), with_index_loss=True)
+    loss.backward()
+    assert out.shape == (2, 0, 32)
+    assert loss.item() == 0
+
+
 def test_a_step_compiles_once_and_reads_no_length():
     layer = layer_of(torch.float32).eval()
     assert_step_compiles_once(layer, tensor((2, 20, 32), 0), layer.new_cache(2, 20))
@@ -445,8 +482,9 @@ def test_calls_that_cannot_be():
         with pytest.raises(ValueError, match=words), torch.no_grad():
             layer(hidden, **options)
     for wrong in (hidden[0], hidden[..., :16]):
-        with pytest.raises(ValueError, match=r"hidden_states: expected .*\[B, S, E\]"):
-            layer(wrong)
+        for call in (layer, layer.indexer, layer.indexer.select):
+            with pytest.raises(ValueError, match=r"hidden_states: expected .*\[B, S, E\]"):
+                call(wrong)
     with pytest.raises(RuntimeError, match="has no gradient"):
         layer(hidden, cache=cache)
     with pytest.raises(TypeError, match="expected a dmattn"), torch.no_grad():

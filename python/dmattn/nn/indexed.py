@@ -84,10 +84,15 @@ class IndexedAttention(RotatedProjections):
         recipe: the indexer, and what teaches it, an :class:`IndexRecipe`; default ``IndexRecipe()``.
         lifetime_window: keys that live in a head, local ones and sinks aside, at least ``window``; None: all. Only with the recipe's
             ``groups="heads"`` and ``block_size=1``, because keys live one by one in each head, with ``index_heads`` below 128, and with
-            ``head_dim + index_dim`` up to 256, because the cache keeps an index key in the same row as its value.
+            ``head_dim + index_dim`` up to 256, because the cache keeps an index key in the same row as its value. With
+            ``local=0`` a query whose own key dies at once teaches the indexer nothing.
         device, dtype: of the parameters.
 
-    The lists are those of the selecting heads. With packed documents sinks are the first keys of the row.
+    The lists are those of the selecting heads. Sinks are the first keys of a row, and blocks are counted from its beginning, with packed
+    documents and padding, too. So with sinks or larger blocks pad a whole sequence on the right; a cache takes padding on either side.
+
+    While training, ``with_index_loss=True`` changes the output, too: the queries that teach (``IndexRecipe.queries`` of a sequence) attend
+    to all keys, unless ``IndexRecipe.explore`` is False. Evaluate in ``eval()``.
 
     Shape:
         hidden_states [B, S, E] -> [B, S, E].
@@ -213,7 +218,8 @@ class IndexedAttention(RotatedProjections):
             cache: what :meth:`new_cache` gives; it takes the tokens in. Only without gradients and dropout.
             index_mask: the lists of the heads that select, from another layer's ``return_index_mask=True``, in place of this layer's own; not
                 with lifetime_window, because its keys live for this layer's own lists.
-            with_index_loss: also return what teaches the indexer, a scalar; not with index_mask or a cache.
+            with_index_loss: also return what teaches the indexer, a scalar; not with index_mask or a cache. While training, the queries that
+                teach then attend to all keys.
             return_index_mask: also return the lists, an :class:`IndexMask` [B, G, S, K] without base, for the next layers. Not with the cache
                 of a layer with lifetime_window, whose places are no positions.
             lengths, padding_side: with a cache, which of the S tokens are real, see :meth:`BoundedCache.attend`.

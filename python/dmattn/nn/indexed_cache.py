@@ -46,7 +46,7 @@ class IndexedCache(nn.Module):
         device: of all tensors.
 
     Attributes:
-        key: [B, Hkv - local_heads, N + 1, D]; a token's place is its position, the last place is for tokens that are none.
+        key: [B, Hkv - local_heads, N + 1, D]; a token's place is its position, the last place is for tokens for which there is no room.
         value: [B, Hkv - local_heads, N + 1, D], likewise.
         index_key: [B, G, N + 1, Di].
         length: int32 [B], how many tokens of each sequence were taken in.
@@ -139,16 +139,8 @@ class IndexedCache(nn.Module):
         if checks.values_are_known(fits) and not bool(fits.all()):
             raise ValueError(f"cache: expected room for all tokens, got sequences longer than max_length={self.max_length}")
         query, key, value = (given.to(self.key.dtype) for given in (query, key, value))
-        parts = []
         group = query.shape[1] // key.shape[1]
-        if self.streaming is not None:
-            own = None if slopes is None else slopes[:first]
-            given = (query[:, : first * group], key[:, :first], value[:, :first])
-            parts.append(
-                self.streaming.attend(
-                    *given, softcap=softcap, lengths=lengths, padding_side=padding_side, slopes=own, select_only=True
-                )
-            )
+        of_streaming = (query[:, : first * group], key[:, :first], value[:, :first])
         query, key, value = query[:, first * group :], key[:, first:], value[:, first:]
         is_left = lengths is not None and padding_side == "left" and tokens > 1
         if is_left:
@@ -157,19 +149,26 @@ class IndexedCache(nn.Module):
             index = None if index is None else IndexProjections(*(rolled(given, shift) for given in index))
             if isinstance(chooser, IndexMask):
                 chooser = chooser._replace(indices=rolled(chooser.indices.expand(self.batch_size, -1, -1, -1), shift))
-        before = self.length.clone()
-        self._write(key, value, index, torch.where(fits, real, 0))
-        self.length.copy_(torch.where(fits, before + real, 0))
-        mask = self._lists(index, chooser, before)
-        out = self._attended(query, mask, before, None if slopes is None else slopes[first:], softcap, lengths is None)
-        if lengths is not None:
-            is_real = torch.arange(tokens, device=out.device) < real[:, None]
+        is_real = None if lengths is None else torch.arange(tokens, device=key.device) < real[:, None]
+        self._write(key, value, index, is_real)
+        after = torch.where(fits, self.length + real, 0)
+        mask = self._lists(index, chooser, after)
+        out = self._attended(query, mask, None if slopes is None else slopes[first:], softcap, lengths is None)
+        if is_real is not None:
             out = torch.where(is_real[:, None, :, None], out, 0.0)
         if is_left:
             out = rolled(out, -shift)
             mask = mask._replace(indices=rolled(mask.indices, -shift))
-        parts.append(out)
-        return torch.cat(parts, 1) if len(parts) > 1 else out, mask
+        if self.streaming is not None:
+            options: dict[str, Any] = {
+                "slopes": None if slopes is None else slopes[:first],
+                "softcap": softcap,
+                "select_only": True,
+            }
+            local = self.streaming.attend(*of_streaming, lengths=lengths, padding_side=padding_side, **options)
+            out = torch.cat((local, out), 1)
+        self.length.copy_(after)  # last, so that a call that is refused changes nothing
+        return out, mask
 
     forward = attend
 
@@ -180,6 +179,8 @@ class IndexedCache(nn.Module):
         _, heads, tokens, _ = checks.shaped("query", query, "[B, H, T, D]", (), *like, B=batch, D=head_dim).shape
         if heads % kv_heads:
             raise ValueError(f"query: expected [B, H, T, D] with a multiple H of Hkv={kv_heads}, got {checks.shape_of(query)}")
+        if tokens == 0:
+            raise ValueError("query: expected at least one token a sequence, got T=0")
         for name, given in (("key", key), ("value", value)):
             checks.shaped(name, given, "[B, Hkv, T, D]", (), *like, B=batch, Hkv=kv_heads, T=tokens, D=head_dim)
         given_groups = 0 if index is None else index.key.shape[1]
@@ -188,37 +189,41 @@ class IndexedCache(nn.Module):
         if index is not None:
             checks.shaped("index.key", index.key, "[B, G, T, Di]", (), *like, B=batch, G=groups, T=tokens, Di=index_dim)
 
-    def _write(self, key: Tensor, value: Tensor, index: IndexProjections | None, real: Tensor) -> None:
-        """Puts the first ``real`` [B] tokens of each sequence behind those that are there, and all others in the last place."""
+    def _write(self, key: Tensor, value: Tensor, index: IndexProjections | None, is_real: Tensor | None) -> None:
+        """Puts T tokens of each sequence behind those that are there.
+
+        Where ``is_real`` [B, T] is False, zeros are put in their place: padding queries read what lies there, and a NaN that an earlier sequence
+        left would come from them into real ones of the same tile.
+        """
         step = torch.arange(key.shape[2], device=key.device)
-        place = torch.where(step < real[:, None], self.length[:, None] + step, self.max_length).long()
+        place = (self.length[:, None] + step).clamp(max=self.max_length).long()
         sequence = torch.arange(self.batch_size, device=key.device)[:, None]
         buffers = [(self.key, key), (self.value, value)]
         buffers += [] if index is None else [(self.index_key, index.key.to(self.index_key.dtype))]
         for buffer, given in buffers:
-            buffer.transpose(1, 2)[sequence, place] = given.transpose(1, 2)
+            rows = given if is_real is None else torch.where(is_real[:, None, :, None], given, 0.0)
+            buffer.transpose(1, 2)[sequence, place] = rows.transpose(1, 2)
 
-    def _lists(self, index: IndexProjections | None, chooser: Indexer | IndexMask | None, before: Tensor) -> IndexMask:
+    def _lists(self, index: IndexProjections | None, chooser: Indexer | IndexMask | None, after: Tensor) -> IndexMask:
+        """The lists of the queries of a call after which sequences have ``after`` [B] tokens."""
         if isinstance(chooser, IndexMask):
             return chooser
         if index is None or chooser is None:
             raise ValueError("chooser: expected an indexer with its projections, or an IndexMask")
         keys = self.index_key[:, :, : self.max_length]
         query = index.query.to(keys.dtype)
-        return chooser.select(index._replace(query=query, key=keys), query_offset=before, lengths=self.length)
+        return chooser.select(index._replace(query=query, key=keys), query_offset=self.length, lengths=after)
 
-    def _attended(
-        self, query: Tensor, mask: IndexMask, before: Tensor, slopes: Tensor | None, softcap: float, are_real: bool
-    ) -> Tensor:
-        """Attention of queries [B, H, T, D], of which the first stand at ``before``."""
+    def _attended(self, query: Tensor, mask: IndexMask, slopes: Tensor | None, softcap: float, are_real: bool) -> Tensor:
+        """Attention of queries [B, H, T, D], of which the first stand behind the tokens that were there."""
         bias = None
         if slopes is not None:
             bias = (slopes[:, None] * torch.arange(self.key.shape[2], device=query.device, dtype=slopes.dtype))[None]
         tokens = query.shape[2]
         if tokens == 1 or (are_real and tokens <= MAX_QUERIES):
-            counts = before + tokens
+            counts = self.length + tokens
             return decode_attention(query, self.key, self.value, counts, key_bias=bias, mask=mask, softcap=softcap)
-        return attention(query, self.key, self.value, mask, key_bias=bias, softcap=softcap, query_offset=before)
+        return attention(query, self.key, self.value, mask, key_bias=bias, softcap=softcap, query_offset=self.length)
 
     def rewind(self, n: int | Tensor) -> None:
         """Takes the last n tokens of each sequence back, see :meth:`dmattn.BoundedCache.rewind`."""

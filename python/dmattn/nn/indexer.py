@@ -67,7 +67,7 @@ class Indexer(nn.Module):
         checks.head_size("head_dim", head_dim)
         checks.each(checks.natural_int, k=k, local=local, sink_keys=sink_keys)
         checked_block_score(block_score, block_size)
-        self.groups, self.k, self.num_heads, self.head_dim = groups, k, num_heads, head_dim
+        self.embed_dim, self.groups, self.k, self.num_heads, self.head_dim = embed_dim, groups, k, num_heads, head_dim
         self.block_size, self.block_score, self.local, self.sink_keys = block_size, block_score, local, sink_keys
         linear = partial(nn.Linear, embed_dim, device=device, dtype=dtype)
         self.q_proj = linear(groups * num_heads * head_dim, bias=False)
@@ -77,6 +77,7 @@ class Indexer(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> IndexProjections:
         """The projections of hidden states [B, S, E], see the class."""
+        checks.shaped("hidden_states", hidden_states, "[B, S, E]", E=self.embed_dim)
         given = hidden_states.detach()
         query = self.q_proj(given).unflatten(2, (self.groups, self.num_heads, self.head_dim))
         key = self.k_proj(given).unflatten(2, (self.groups, self.head_dim))

@@ -187,7 +187,11 @@ def with_dense_rows(
 
 
 def drawn_rows(length: int, queries: int, last: float, device: torch.device) -> Tensor:
-    """Positions of queries in order, int64 [queries]: one from each part of the sequence, and then those from its last sixteenth."""
+    """Positions of queries in order, int64 [queries]: one from each part of the sequence, and then those from its last sixteenth.
+
+    Of a sequence without tokens none are drawn.
+    """
+    queries = queries if length else 0
     late = round(queries * last)
     spread = queries - late
     drawn = torch.cat((

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,7 +15,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from dmattn import checks
 from dmattn.integrations.transformers.cache import REWIND
-from dmattn.integrations.transformers.indexed import INDEXED, INDEXED_FIELD, add_indexer, check_index_settings
+from dmattn.integrations.transformers.indexed import (
+    INDEXED,
+    INDEXED_FIELD,
+    IndexedSelectingAttention,
+    add_indexer,
+    check_index_settings,
+)
 from dmattn.integrations.transformers.layers import (
     SelectingAttention,
     check_layer,
@@ -61,7 +68,8 @@ def convert(
 
     The state dict has, in each layer's ``self_attn``, these more: ``dt_proj.weight`` [Hkv, Hkv * D]; with score="exp" ``A`` [Hkv]; with
     score="linear" ``dt_proj.bias`` [Hkv]; with recency ``log_slope`` [Hkv]. The config says the rest (``config.dynamic_mask``), so
-    ``save_pretrained`` saves all, and :func:`load_converted` loads it.
+    ``save_pretrained`` saves all, and :func:`load_converted` loads it. The model gets a copy
+    of its config, and the one it had stays as it was.
 
     Args:
         model: a transformers model with attention of Llama, Mistral, Qwen2 or Qwen3, without sliding layers.
@@ -86,14 +94,11 @@ def convert(
         TypeError: model is no transformers model, or an argument of a wrong type.
         ValueError: no such layers, sliding ones, ones that were converted before, or arguments out of range or that do not go together.
     """
-    check_model(model)
     settings = {
         "window": window, "local": local, "sink_keys": sink_keys, "local_heads": local_heads, "recency": recency, "score": score,
         "select_only": select_only, "score_queries": score_queries, "bounded_cache": bounded_cache, "rewind": rewind,
     }  # fmt: skip
-    _convert_layers(model, settings, FIELD)
-    _record(model, settings, FIELD)
-    return model
+    return _convert(model, settings, FIELD)
 
 
 def convert_indexed(
@@ -120,7 +125,10 @@ def convert_indexed(
     2. ``set_dense(model, False)``, and fine-tune all.
 
     ``save_pretrained`` saves all, and :func:`load_converted` loads it. Generation takes any cache of transformers' that keeps all keys: index
-    keys lie in it next to the keys.
+    keys lie in it next to the keys. The model gets a copy of its config, as by :func:`convert`.
+
+    Sinks are the first places of each row, and blocks count from the row's beginning. So with left padding the sinks are padding and blocks
+    begin elsewhere: with sink_keys > 0 or block_size > 1 a left-padded row may compute something else than the row alone.
 
     Args:
         model: a transformers model with attention of Llama, Mistral, Qwen2 or Qwen3, without sliding layers.
@@ -137,14 +145,11 @@ def convert_indexed(
         TypeError: model is no transformers model, or an argument of a wrong type.
         ValueError: no such layers, sliding ones, ones that were converted before, or arguments out of range or that do not go together.
     """
-    check_model(model)
     settings = {
         "window": window, "local": local, "sink_keys": sink_keys, "groups": groups, "index_heads": index_heads, "index_dim": index_dim,
         "block_size": block_size, "block_score": block_score, "score_queries": score_queries,
     }  # fmt: skip
-    _convert_layers(model, settings, INDEXED_FIELD)
-    _record(model, settings, INDEXED_FIELD)
-    return model
+    return _convert(model, settings, INDEXED_FIELD)
 
 
 def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
@@ -158,14 +163,23 @@ def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedMo
         The model, converted.
 
     Raises:
-        ValueError: the config says of no conversion.
+        ValueError: the config says of no conversion, or of both kinds.
     """
     config = options.pop("config", None)
     if config is None:
         config = AutoConfig.from_pretrained(path, **{name: options[name] for name in HUB_OPTIONS if name in options})
     fields = [name for name in KINDS if getattr(config, name, None) is not None]
     if not fields:
-        raise ValueError(f"path: expected a model saved after convert(), got a config without {FIELD!r} at {os.fspath(path)!r}")
+        raise ValueError(
+            f"path: expected a model saved after convert() or convert_indexed(), got a config with neither {FIELD!r} nor {INDEXED_FIELD!r} "
+            f"at {os.fspath(path)!r}"
+        )
+    if len(fields) > 1:
+        raise ValueError(
+            f"path: expected a config with the record of one conversion, got both {FIELD!r} and {INDEXED_FIELD!r} at {os.fspath(path)!r}; "
+            f"the weights of convert_indexed() have '.indexer.' in their names: if there are such, delete {FIELD!r} from config.json, "
+            f"otherwise {INDEXED_FIELD!r}"
+        )
     field = fields[0]
     settings = _recorded(config, field)
     cls = getattr(transformers, config.architectures[0])
@@ -175,7 +189,7 @@ def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedMo
 
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            _convert_layers(self, settings, field)
+            _convert_layers(self, _dense_layers(self, settings, field), settings, field)
 
     Converting.__name__ = cls.__name__  # transformers chooses a loss by it
     model: PreTrainedModel = Converting.from_pretrained(path, config=config, **options)
@@ -198,6 +212,12 @@ def set_window(model: W, window: int) -> W:
     """
     inner = unwrapped(model)
     for layer in selecting_layers(inner):
+        if isinstance(layer, IndexedSelectingAttention):
+            raise ValueError(
+                f"model: expected a model converted by convert(), got {type(inner).__name__} converted by convert_indexed(), whose window "
+                "stays; for another one, call convert_indexed(window=...) on an unconverted model, with the other settings as they were, "
+                "then its load_state_dict with this model's state_dict()"
+            )
         if not isinstance(layer, tuple(CONVERTED.values())):
             raise ValueError(f"model: expected a model converted by convert(), got {type(inner).__name__}")
         checks.selection(window, layer.local, layer.sink_keys, True)
@@ -215,15 +235,36 @@ def _recorded(config: PreTrainedConfig, field: str) -> dict[str, Any]:
 
 
 def _record(model: PreTrainedModel, settings: dict[str, Any], field: str) -> None:
-    """Writes settings into the configs of a model and of the models in it."""
+    """Writes settings into the configs of a model and of the models in it, in place of what another conversion wrote there."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
+            for name in KINDS:
+                if name in vars(module.config):
+                    delattr(module.config, name)
             setattr(module.config, field, dict(settings))
 
 
-def _convert_layers(model: PreTrainedModel, settings: dict[str, Any], field: str) -> None:
-    classes, check_settings, add = KINDS[field]
-    layers = [module for module in model.modules() if type(module) in CONVERTED]
+def _convert(model: M, settings: dict[str, Any], field: str) -> M:
+    check_model(model)
+    layers = _dense_layers(model, settings, field)
+    _copy_configs(model)
+    _convert_layers(model, layers, settings, field)
+    _record(model, settings, field)
+    return model
+
+
+def _copy_configs(model: PreTrainedModel) -> None:
+    """Gives a model its own copies of its configs, since other models may share them. Modules that share one share its copy."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                setattr(module, name, copy.deepcopy(value, copies))
+
+
+def _dense_layers(model: PreTrainedModel, settings: dict[str, Any], field: str) -> list[Any]:
+    """The layers to be converted. Models and settings that cannot be are refused here, before anything changes."""
+    layers: list[Any] = [module for module in model.modules() if type(module) in CONVERTED]
     if not layers:
         if any(isinstance(module, SelectingAttention) for module in model.modules()):
             raise ValueError(
@@ -234,7 +275,13 @@ def _convert_layers(model: PreTrainedModel, settings: dict[str, Any], field: str
     for layer in layers:
         check_layer(layer)
     heads = layers[0].config.num_key_value_heads
+    _, check_settings, _ = KINDS[field]
     check_settings(heads, SimpleNamespace(**settings))
+    return layers
+
+
+def _convert_layers(model: PreTrainedModel, layers: list[Any], settings: dict[str, Any], field: str) -> None:
+    classes, _, add = KINDS[field]
     for layer in layers:
         add(layer, settings)
         layer.__class__ = classes[type(layer)]
@@ -307,24 +354,29 @@ class LossWithScores:
 def score_loss_of(model: nn.Module) -> Tensor:
     """What teaches the scores in the last forward pass in training, a mean over layers: for a loss of your own, after ``select_only=True``.
 
+    A pass with labels adds it to ``.loss`` by itself, and leaves none.
+
     Args:
-        model: what :func:`convert` returned, or what ``torch.compile`` or peft made of it.
+        model: what :func:`convert` or :func:`convert_indexed` returned, or what ``torch.compile`` or peft made of it.
 
     Returns:
         A scalar. It can be had once.
 
     Raises:
         TypeError: no transformers model.
-        ValueError: there is none: the model was not converted with select_only=True, is in eval mode, or was called with a cache that held
-            tokens; or it has no gradient, as with ``gradient_checkpointing_kwargs={"use_reentrant": True}``.
+        ValueError: there is none: the model was converted by :func:`convert` without select_only=True, is in eval mode, or was called with
+            labels or with a cache that held tokens; or it has no gradient, as with ``gradient_checkpointing_kwargs={"use_reentrant": True}``.
     """
     losses: list[Tensor] = []
     for layer in selecting_layers(model):
         loss, layer.last_score_loss = layer.last_score_loss, None
         if loss is None or not loss.requires_grad:
+            made = "convert_indexed()" if isinstance(layer, IndexedSelectingAttention) else "convert(select_only=True)"
             raise ValueError(
-                "model: expected a forward pass in training after convert(select_only=True), with gradients, and with use_reentrant=False under "
-                f"gradient checkpointing, got {'no score loss' if loss is None else 'one without a gradient'} from layer {layer.layer_idx}"
+                f"model: expected a forward pass in training after {made}, with gradients, without a cache that held tokens, and with "
+                "use_reentrant=False under gradient checkpointing, "
+                f"got {'no score loss' if loss is None else 'one without a gradient'} from layer {layer.layer_idx}; "
+                "a pass with labels adds the score loss to .loss by itself, and leaves none"
             )
         losses.append(loss.to(losses[0].device) if losses else loss)
     return torch.stack(losses).mean()
