@@ -3,6 +3,7 @@
 python examples/train_from_scratch.py
 torchrun --nproc-per-node 2 examples/train_from_scratch.py         # context parallelism and FSDP2
 CP=2 torchrun --nproc-per-node 8 examples/train_from_scratch.py    # two ranks share a pack, and four packs are a step
+LISTS=1 python examples/train_from_scratch.py                      # every query chooses its keys
 """
 
 import os
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 STEPS, LENGTH, WIDTH, HEADS, LAYERS, VISIBLE = 60, 1024, 128, 4, 2, 64
+LAYER, LOSS = ("IndexedAttention", "with_index_loss") if "LISTS" in os.environ else ("DynamicMaskAttention", "with_score_loss")
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 CP = int(os.environ.get("CP", WORLD))  # ranks that share a pack
 DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
@@ -24,14 +26,14 @@ group = init_device_mesh(DEVICE.type, (WORLD // CP, CP), mesh_dim_names=("dp", "
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.attention = nn.RMSNorm(WIDTH), dmattn.nn.DynamicMaskAttention.recommended(WIDTH, HEADS, VISIBLE)
+        self.norm, self.attention = nn.RMSNorm(WIDTH), getattr(dmattn.nn, LAYER).recommended(WIDTH, HEADS, VISIBLE)
         self.mlp = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x, documents):
         # Each rank of the group holds a chunk of the pack.
-        out, score_loss = self.attention(self.norm(x), documents, with_score_loss=True, group=group)
+        out, choice_loss = self.attention(self.norm(x), documents, group=group, **{LOSS: True})
         x = x + out
-        return x + self.mlp(x), score_loss
+        return x + self.mlp(x), choice_loss
 
 
 class Model(nn.Module):
@@ -41,19 +43,18 @@ class Model(nn.Module):
         self.head = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 256))
 
     def forward(self, tokens, labels, documents):
-        x, score_losses = self.embedding(tokens), 0
+        x, choice_losses = self.embedding(tokens), 0
         for block in self.blocks:
-            x, score_loss = block(x, documents)
-            score_losses = score_losses + score_loss
-        return nn.functional.cross_entropy(self.head(x)[0].float(), labels), score_losses / LAYERS
+            x, choice_loss = block(x, documents)
+            choice_losses = choice_losses + choice_loss
+        return nn.functional.cross_entropy(self.head(x)[0].float(), labels), choice_losses / LAYERS
 
 
 torch.manual_seed(0)
 model = Model().to(DEVICE)
 for module in (*model.blocks, model) if WORLD > 1 else ():
     fully_shard(module)
-slopes = [block.attention.log_slope for block in model.blocks]
-others = [weight for name, weight in model.named_parameters() if not name.endswith("log_slope")]
+others, slopes = ([p for name, p in model.named_parameters() if name.endswith("log_slope") is own] for own in (False, True))
 optimizer = torch.optim.AdamW([{"params": others, "weight_decay": 0.1}, {"params": slopes, "weight_decay": 0.0}])
 # The rates rise during a tenth of the steps and then fall along a cosine.
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [3e-3, 9e-3], STEPS, pct_start=0.1, cycle_momentum=False)
@@ -69,8 +70,8 @@ for step, first in enumerate(starts):
     labels = pack[1:].masked_fill(own[1:] != own[:-1], -100)  # no document predicts the next one
     tokens, labels = (each.chunk(CP)[RANK % CP].to(DEVICE) for each in (pack[:-1], labels))  # of this rank
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
-        loss, score_loss = model(tokens[None], labels, documents)
-    (loss + score_loss).backward()
+        loss, choice_loss = model(tokens[None], labels, documents)  # the second teaches which keys are chosen
+    (loss + choice_loss).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     schedule.step()

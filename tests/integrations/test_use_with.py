@@ -33,11 +33,13 @@ def test_it_runs_and_learns(example, monkeypatch):
     assert last < 0.9 * first
 
 
-@pytest.mark.parametrize(("world", "sharing"), [(1, 1), (2, 2), (2, 1), (4, 2)])
-def test_training_from_scratch_learns_alone_and_on_ranks(world, sharing):
+@pytest.mark.parametrize(
+    ("world", "sharing", "lists"), [(1, 1, {}), (2, 2, {}), (2, 1, {}), (4, 2, {}), (2, 2, {"LISTS": "1"})], ids=str
+)
+def test_training_from_scratch_learns_alone_and_on_ranks(world, sharing, lists):
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world > 1 else [sys.executable]
     given = [*start, str(EXAMPLES / "train_from_scratch.py")]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "CP": str(sharing)}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "CP": str(sharing), **lists}
     ran = subprocess.run(given, capture_output=True, text=True, env=environment, timeout=300)
     assert ran.returncode == 0, ran.stderr
     first, *_, last = map(float, re.findall(r"loss ([\d.]+)", ran.stdout))

@@ -328,3 +328,20 @@ def test_loss_where_nothing_competes(options):
     gradients = torch.autograd.grad(loss, (*leaves, slope))
     assert loss.item() == 0
     assert not any(gradient.any() for gradient in gradients)
+
+
+def test_groups_may_have_several_key_heads():
+    """Two lists for eight heads on four key heads: the mean of the two groups' losses."""
+    index_query, index_key, weights = (
+        tensor(size, n, torch.float64) for n, size in enumerate(((1, 2, 9, 2, 8), (1, 2, 9, 8), (1, 2, 9, 2)))
+    )
+    query, key = tensor((1, 8, 9, 8), 3, torch.float64), tensor((1, 4, 9, 8), 4, torch.float64)
+    mask = dmattn.index_top_k(index_query, index_key, weights, 3)
+    of_groups = [
+        dmattn.index_loss(
+            *(given[:, g : g + 1] for given in (index_query, index_key, weights)), query[:, 4 * g : 4 * g + 4], key[:, 2 * g : 2 * g + 2],
+            mask=mask._replace(indices=mask.indices[:, g : g + 1]),
+        )
+        for g in range(2)
+    ]  # fmt: skip
+    torch.testing.assert_close(dmattn.index_loss(index_query, index_key, weights, query, key, mask=mask), sum(of_groups) / 2)
