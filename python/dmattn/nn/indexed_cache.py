@@ -193,7 +193,7 @@ class IndexedCache(nn.Module):
         """Puts T tokens of each sequence behind those that are there.
 
         Where ``is_real`` [B, T] is False, zeros are put in their place: padding queries read what lies there, and a NaN that an earlier sequence
-        left would come from them into real ones of the same tile.
+        left would reach real queries of the same tile.
         """
         step = torch.arange(key.shape[2], device=key.device)
         place = (self.length[:, None] + step).clamp(max=self.max_length).long()

@@ -68,8 +68,8 @@ def convert(
 
     The state dict has, in each layer's ``self_attn``, these more: ``dt_proj.weight`` [Hkv, Hkv * D]; with score="exp" ``A`` [Hkv]; with
     score="linear" ``dt_proj.bias`` [Hkv]; with recency ``log_slope`` [Hkv]. The config says the rest (``config.dynamic_mask``), so
-    ``save_pretrained`` saves all, and :func:`load_converted` loads it. The model gets a copy
-    of its config, and the one it had stays as it was.
+    ``save_pretrained`` saves all, and :func:`load_converted` loads it. The model gets a copy of its
+    config, and the one it had stays as it was.
 
     Args:
         model: a transformers model with attention of Llama, Mistral, Qwen2 or Qwen3, without sliding layers.
