@@ -348,7 +348,8 @@ def call(**options):
 
 
 REFUSED = [
-    ({"block_indices": torch.zeros(2, 6, 3).int()}, ValueError, "block_indices: expected 4 dimensions [B, Hkv|1, Sq, n]"),
+    ({"block_indices": torch.zeros(2, 6, 3).int()}, ValueError, "block_indices: expected 4 dimensions [B, heads, Sq, n]"),
+    ({"block_indices": torch.zeros(2, 3, 6, 3).int()}, ValueError, "block_indices: expected [B, heads, Sq, n] with a divisor of 4 heads"),
     ({"cache": object()}, ValueError, "cache: expected None, got object: paged caches have no kernel here"),
     ({"head_mask": torch.ones(4)}, ValueError, "head_mask: expected None"),
     ({"s_aux": torch.ones(4), "sinks": torch.ones(4)}, ValueError, "s_aux, sinks: expected at most one of them"),
@@ -360,7 +361,7 @@ REFUSED = [
     ({"cu_seq_lens_k": torch.tensor([0, 6])}, ValueError, "cu_seq_lens_q, cu_seq_lens_k: expected both"),
     ({"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 6])}, ValueError, "for a batch of 1"),
     ({"sliding_window": 3, "is_causal": False}, ValueError, "sliding_window: expected a mask with a window of 3"),
-    ({"indices": torch.zeros(2, 5, 3).int()}, ValueError, "indices: expected [B, Sq, n] with B=2, Hkv=2, Sq=6"),
+    ({"indices": torch.zeros(2, 5, 3).int()}, ValueError, "indices: expected [B, Sq, n] with B=2, Sq=6"),
 ]  # fmt: skip
 
 

@@ -197,14 +197,22 @@ def test_what_is_saved_is_loaded(tmp_path):
         ({"window": 5, "block_size": 2}, "window: expected a multiple of block_size=2"),
         ({"groups": 2}, "groups: expected 'heads' or 1"),
         ({"groups": 1, "index_dim": 9}, "index_dim: expected a multiple of the 2 key heads"),
-        ({"index_dim": 12}, "head_dim: expected a multiple of 8"),
+        ({"index_dim": 12}, "index_dim: expected a multiple of 8"),
+        ({"index_heads": 129}, "index_heads: expected at most 128"),
+        ({"block_size": 3, "window": 6}, "block_size: expected a power of two"),
+        ({"block_score": "mean"}, "block_score: expected 'max' or 'mean_key'"),
         ({"window": 0}, "window"),
         ({"score_queries": 0}, "score_queries"),
     ],
 )
 def test_conversions_that_cannot_be(options, words):
+    """They are refused before anything has changed."""
+    model = built()
+    config = model.config
     with pytest.raises(ValueError, match=words):
-        convert_indexed(built(), **{"window": 4, **SMALL, **options})
+        convert_indexed(model, **{"window": 4, **SMALL, **options})
+    assert model.config is config
+    assert not hasattr(config, "indexed_attention")
 
 
 def test_calls_that_cannot_be():

@@ -21,7 +21,7 @@ from dmattn.sharding import own_part
 
 if torch.distributed.is_available():
     from dmattn.distributed.attention import context_parallel_attention
-    from dmattn.distributed.gather import check_chunks, gather_sequence
+    from dmattn.distributed.gather import check_ranks, gather_sequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -317,7 +317,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         """:meth:`forward` of this rank's chunk of a sequence."""
         if not self.is_causal:
             raise ValueError("group: expected a causal layer, got one with is_causal=False")
-        check_chunks(hidden_states, group)
+        group = check_ranks(hidden_states, group, self._alike() | {"with_score_loss": int(with_score_loss)})
         length = hidden_states.shape[1]
         first = group.rank() * length
         positions = torch.arange(first, first + length, device=hidden_states.device)[None]

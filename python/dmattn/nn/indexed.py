@@ -28,7 +28,7 @@ from dmattn.nn.scores import drawn_rows, explored, recency_of, slopes_of, with_d
 from dmattn.sharding import any_sharded
 
 if torch.distributed.is_available():  # torch can be built without it
-    from dmattn.distributed.gather import check_chunks, gather_sequence
+    from dmattn.distributed.gather import check_ranks, gather_sequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -149,6 +149,12 @@ class IndexedAttention(RotatedProjections):
         self._add_slopes(recipe.recency, device, dtype)
         self.o_proj = linear(num_heads * head_dim, embed_dim)
 
+    def _alike(self) -> dict[str, int]:
+        recipe = self.recipe
+        numbers = {"groups": self.groups, "training": int(self.training)}
+        numbers |= {"index_heads": recipe.index_heads, "index_dim": recipe.index_dim, "block_size": recipe.block_size}
+        return super()._alike() | numbers
+
     def _check_lifetimes(self, lifetime_window: int) -> None:
         recipe = self.recipe
         checks.positive_int("lifetime_window", lifetime_window)
@@ -260,7 +266,7 @@ class IndexedAttention(RotatedProjections):
             position_ids = checked_positions(position_ids, hidden_states)
             base = documents_of(position_ids, True) if base is None else base
         index = None if index_mask is not None or self.indexer is None else self.indexer(hidden_states)
-        chunk, index = self._chunk(hidden_states, index, base, position_ids, rotation, group)
+        chunk, index = self._chunk(hidden_states, index, base, position_ids, rotation, group, with_index_loss)
         if index is not None and self.indexer is not None:
             chunk = self._with_lifetimes(hidden_states, chunk)
             seen = base if chunk.living is None else chunk.living
@@ -280,12 +286,12 @@ class IndexedAttention(RotatedProjections):
 
     def _chunk(
         self, hidden_states: Tensor, index: IndexProjections | None, base: IntervalMask | None, position_ids: Tensor | None,
-        rotation: tuple[Tensor, Tensor] | None, group: ProcessGroup | None,
+        rotation: tuple[Tensor, Tensor] | None, group: ProcessGroup | None, with_loss: bool,
     ) -> tuple[Chunk, IndexProjections | None]:  # fmt: skip
         """Queries of this rank, keys and values of all, and the indexer's projections likewise."""
         length, first = hidden_states.shape[1], None
         if group is not None:
-            check_chunks(hidden_states, group)
+            group = check_ranks(hidden_states, group, self._alike() | {"with_index_loss": int(with_loss)}, base)
             first = group.rank() * length
             position_ids = torch.arange(first, first + length, device=hidden_states.device)[None]
         query, key, value = self.projected(hidden_states, position_ids if rotation is None else None, rotation=rotation)
