@@ -384,7 +384,7 @@ class IndexedAttention(RotatedProjections):
     # Generation -------------------------------------------------------------------------------------------------------------------
 
     def new_cache(
-        self, batch_size: int, max_length: int | None = None, *, rewind: int = 0
+        self, batch_size: int, max_length: int | None = None, *, rewind: int = 0, pages: int | None = None, page_size: int = 64
     ) -> IndexedCache | BoundedCache | MixedCache:
         """An empty cache for generating with this layer, on its device and in its dtype; with ``lifetime_window`` one of fixed size, a
         :class:`MixedCache`, or a :class:`dmattn.BoundedCache` without local heads.
@@ -393,6 +393,7 @@ class IndexedAttention(RotatedProjections):
             batch_size: number of sequences B.
             max_length: tokens that a sequence can have; without effect with ``lifetime_window``.
             rewind: number of latest tokens that can be taken back.
+            pages, page_size: as of :class:`IndexedCache`, whose memory then grows with its tokens; not with ``lifetime_window``.
 
         Raises:
             TypeError, ValueError: as :class:`IndexedCache`.
@@ -406,13 +407,15 @@ class IndexedAttention(RotatedProjections):
         }
         common |= {"dtype": weight.dtype, "device": weight.device}
         if self.lifetime_window is not None:
+            self._refuse({"pages": pages is not None}, ("pages",), "lifetime_window, whose cache does not grow")
             heads = (self.num_kv_heads, self.local_heads)
             return cache_of_layer(batch_size, *heads, self.lifetime_window, self.head_dim, **common)
         if max_length is None:
             raise ValueError("max_length: expected a number of tokens for a layer without lifetime_window, got None")
         return IndexedCache(
-            batch_size, self.num_kv_heads, max_length, self.head_dim, local_heads=self.local_heads, groups=self.groups, **common
-        )
+            batch_size, self.num_kv_heads, max_length, self.head_dim, local_heads=self.local_heads, groups=self.groups, pages=pages,
+            page_size=page_size, **common,
+        )  # fmt: skip
 
     def _generate(
         self, hidden_states: Tensor, cache: IndexedCache | BoundedCache | MixedCache, index_mask: IndexMask | None,
