@@ -431,26 +431,6 @@ def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
     assert f"| {kept_whole / 1e6:.1f} MB |" in lines[6]
 
 
-def test_noise_selects_in_training_alone_and_repeats_with_its_seed():
-    from experiments import NoisyAttention
-
-    layer, hidden = NoisyAttention(64, 4, 5, num_kv_heads=2, local=2, noise=3.0), torch.randn(1, 60, 64)
-    torch.nn.init.normal_(layer.A)
-    plain = DynamicMaskAttention(64, 4, 5, num_kv_heads=2, local=2)
-    plain.load_state_dict(layer.state_dict())
-    torch.manual_seed(1)
-    first, second = layer(hidden), layer(hidden)
-    torch.manual_seed(1)
-    assert torch.equal(layer(hidden), first)
-    assert not torch.equal(first, second)
-    with (
-        torch.no_grad(),
-        pytest.raises(ValueError, match="cache: expected a layer in eval mode, got one that trains with noise=3"),
-    ):
-        layer(hidden, cache=layer.new_cache(1))
-    assert torch.equal(layer.eval()(hidden), plain(hidden))
-
-
 def gated(window=6, **options):
     from experiments import GatedAttention
 
