@@ -256,6 +256,11 @@ def test_positions_are_read_anew_where_they_may_have_changed():
         inputs["position_ids"].copy_(torch.arange(sum(LENGTHS)))
         plain = model(use_cache=False, input_ids=inputs["input_ids"]).logits
         assert torch.equal(model(use_cache=False, **inputs).logits, plain)
+    inputs = packed()
+    with torch.no_grad():
+        assert torch.equal(model(use_cache=False, **inputs).logits, expected)
+        inputs["position_ids"].numpy()[:] = range(sum(LENGTHS))  # which no tensor notices
+        assert torch.equal(model(use_cache=False, **inputs).logits, plain)
 
 
 def test_positions_beside_a_mask_about_more_keys_than_there_are():

@@ -254,6 +254,28 @@ def test_frozen_scores_are_named(convert_to, named, teaching):
     score_loss_of(model).backward()
 
 
+@pytest.mark.parametrize("convert_to", [convert, convert_indexed])
+@pytest.mark.parametrize("is_two_turns", [False, True])
+def test_padding_between_tokens_is_refused_where_positions_count(convert_to, is_two_turns):
+    """A second turn behind a padded first one: columns of a row are no positions any more."""
+    model, tokens, padding = convert_to(built(), 4, local=3).eval(), distinct(2, 12), torch.ones(2, 12, dtype=torch.int64)
+    padding[0, 5:8] = 0
+    cache = None
+    with torch.no_grad():
+        if is_two_turns:
+            cache = model(input_ids=tokens[:, :8], attention_mask=padding[:, :8], use_cache=True).past_key_values
+            tokens = tokens[:, 8:]
+        with pytest.raises(ValueError, match="attention_mask: expected padding on one side of each row"):
+            model(input_ids=tokens, attention_mask=padding, past_key_values=cache)
+        plain = convert_to(built(), 4).eval()
+        assert plain(input_ids=distinct(2, 12), attention_mask=padding).logits.isfinite().all()
+    if convert_to is convert:
+        row = model(input_ids=distinct(2, 12)[:1, padding[0].bool()]).logits
+        given = {"input_ids": distinct(2, 12), "attention_mask": padding, "position_ids": padding.cumsum(1) - 1}
+        with torch.no_grad():
+            assert_close(model(**given, past_key_values=bounded_cache(model)).logits[:1, padding[0].bool()], row)
+
+
 def compiled(model):
     return torch.compile(model, backend="eager")
 

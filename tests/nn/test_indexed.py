@@ -270,7 +270,7 @@ def on_pages(layer, batch, length, **options):
         buffer.fill_(math.nan)
     numbers = torch.randperm(batch * needed, generator=torch.Generator().manual_seed(0)).int().view(batch, needed)
     cache.page_table[:, :needed] = numbers
-    cache.page_table[:, needed:] = numbers.roll(1, 0)[:, :1]
+    cache.page_table[:, needed:] = numbers.roll(1, 0)[:, :1] if batch > 1 else -1
     return cache
 
 
@@ -417,6 +417,23 @@ def test_a_call_that_is_refused_changes_nothing(local_heads):
         assert cache.streaming is None or cache.streaming.next_positions(1).tolist() == [[0], [0]]
 
 
+@BOTH_CACHES
+@pytest.mark.parametrize("local_heads", [0, "half"])
+def test_a_compiled_call_without_room_takes_nothing_in(make, local_heads):
+    """Where nobody can be told: the sequence goes on as if the call had not been."""
+    layer, hidden = layer_of(local_heads=local_heads).eval(), tensor((1, 50, 32), 0, torch.float64)
+    cache = make(layer, 1, 32)
+    step = torch.compile(lambda given: layer(given, cache=cache), backend="eager")
+    with torch.no_grad():
+        whole = layer(hidden)
+        step(hidden[:, :30])
+        step(hidden[:, 30:50])
+        assert cache.length.tolist() == [30]
+        out = torch.cat([step(hidden[:, place : place + 1]) for place in (30, 31)], 1)
+        torch.testing.assert_close(out, whole[:, 30:32])
+        assert cache.next_positions(1).tolist() == [[32]]
+
+
 def test_the_loss_of_no_tokens_is_zero():
     layer = layer_of()
     out, loss = layer(tensor((2, 0, 32), 0, torch.float64), with_index_loss=True)
@@ -540,7 +557,8 @@ def test_layers_that_cannot_be(options, error, words):
     [
         ({"groups": 2}, "groups"), ({"groups": True}, "groups"),
         ({"groups": 1.0}, "groups"), ({"rotary_factor": 1.5}, "rotary_factor"), ({"recency": 0.0}, "recency"),
-        ({"local_heads": -1}, "local_heads"), ({"queries": 0}, "queries"), ({"last": 2.0}, "last"),
+        ({"local_heads": -1}, "local_heads"), ({"queries": 0}, "queries"), ({"last": 2.0}, "last"), ({"index_dim": 12}, "index_dim"),
+        ({"index_heads": 129}, "index_heads"), ({"block_size": 3}, "block_size"), ({"block_score": "sum"}, "block_score"),
     ],
 )  # fmt: skip
 def test_recipes_that_cannot_be(fields, words):

@@ -134,7 +134,6 @@ class IndexedAttention(RotatedProjections):
         self.groups = num_kv_heads - self.local_heads if recipe.groups == "heads" else recipe.groups
         self.indexer: Indexer | None = None
         if self.groups:
-            checks.positive_int("block_size", recipe.block_size)
             if window % recipe.block_size:
                 raise ValueError(f"window: expected a multiple of block_size={recipe.block_size}, got {window}")
             self.indexer = Indexer(
@@ -192,7 +191,6 @@ class IndexedAttention(RotatedProjections):
         """
         recipe = options.get("recipe")
         recipe = recipe if isinstance(recipe, IndexRecipe) else IndexRecipe()
-        checks.positive_int("block_size", recipe.block_size)
         chosen = recommended_sizes(num_heads, num_kv_heads, visible, local_part=2, local_heads=recipe.local_heads)
         chosen["window"] -= chosen["window"] % recipe.block_size
         if chosen["window"] == 0 and "window" not in options:
@@ -252,7 +250,7 @@ class IndexedAttention(RotatedProjections):
         if self.lifetime_window is not None:
             unfit = {"group": given["group"], "index_mask": index_mask is not None}
             unfit["return_index_mask"] = return_index_mask and cache is not None
-            self._refuse(unfit, unfit, "lifetime_window")
+            self._refuse(unfit, unfit, "lifetime_window" if cache is None else "lifetime_window and a cache")
         if cache is not None:
             self._refuse(given, given, "a cache, whose sequences and positions are its own")
             out, lists = self._generate(hidden_states, cache, index_mask, lengths, padding_side)

@@ -168,8 +168,8 @@ class IndexedCache(nn.Module):
             out [B, H, T, D], 0 for tokens that are not real, and the lists of the heads that select.
 
         Raises:
-            TypeError, ValueError: a wrong type, shape or device. On a CPU, tokens for which there is no room or no page; elsewhere such a
-                sequence becomes empty.
+            TypeError, ValueError: a wrong type, shape or device. On a CPU, tokens for which there is no room or no page; on a GPU or compiled
+                such a sequence takes none of the call's tokens in, its length stays, and its output means nothing.
         """
         self._check(query, key, value, index)
         tokens, first = query.shape[2], 0 if self.streaming is None else self.streaming.num_kv_heads
@@ -192,7 +192,7 @@ class IndexedCache(nn.Module):
                 chooser = chooser._replace(indices=rolled(chooser.indices.expand(self.batch_size, -1, -1, -1), shift))
         is_real = None if lengths is None else torch.arange(tokens, device=key.device) < real[:, None]
         self._write(places, key, value, index, is_real)
-        after = torch.where(fits, self.length + real, 0)
+        after = torch.where(fits, self.length + real, self.length)
         mask = self._lists(index, chooser, after)
         out = self._attended(query, mask, None if slopes is None else slopes[first:], softcap, lengths is None, after)
         if is_real is not None:
@@ -206,7 +206,8 @@ class IndexedCache(nn.Module):
                 "softcap": softcap,
                 "select_only": True,
             }
-            local = self.streaming.attend(*of_streaming, lengths=lengths, padding_side=padding_side, **options)
+            taken = lengths if checks.values_are_known(fits) else torch.where(fits, real, 0)
+            local = self.streaming.attend(*of_streaming, lengths=taken, padding_side=padding_side, **options)
             out = torch.cat((local, out), 1)
         self.length.copy_(after)  # last, so that a call that is refused changes nothing
         return out, mask

@@ -35,6 +35,7 @@ class IndexedSelectingAttention(SelectingAttention):
     """
 
     indexer: Indexer
+    log_slope = None
     is_dense = False
     select_only = True
 
@@ -51,6 +52,7 @@ class IndexedSelectingAttention(SelectingAttention):
             key, beside = both[..., : key.shape[3]], both[..., key.shape[3] :]
             whole = beside.transpose(1, 2).reshape(batch, both.shape[2], *index.key.shape[1::2])
             index = index._replace(key=whole.transpose(1, 2).to(index.query.dtype))
+        self._check_padding(attention_mask, query)
         base = base_of(attention_mask, offset, query, key, packing)
         query, key, value = padded(query), padded(key), padded(value)
         dropout = self.attention_dropout if self.training else 0.0
