@@ -250,9 +250,10 @@ def _transformed_backward_rule(*inputs: Any) -> Any:
 
 
 def refuse_gradients(name: str = "decode_attention") -> None:
+    instead = "with dmattn.attention" if name == "decode_attention" else "without a cache"
     raise RuntimeError(
         f"dmattn: {name} has no gradient, got a tensor that requires one: call it under torch.no_grad() or "
-        "torch.inference_mode(), or train with dmattn.attention"
+        f"torch.inference_mode(), or train {instead}"
     )
 
 

@@ -191,6 +191,16 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert torch.equal(logits_of(again, distinct()), logits_of(model, distinct()))
 
 
+def test_a_model_that_reads_all_keys_is_saved_so(tmp_path):
+    model = set_dense(converted_of(), True).eval()
+    model.save_pretrained(tmp_path)
+    loaded = load_converted(tmp_path).eval()
+    assert torch.equal(logits_of(loaded, distinct()), logits_of(model, distinct()))
+    sparse = logits_of(set_dense(model, False), distinct())
+    assert not torch.equal(logits_of(loaded, distinct()), sparse)
+    assert torch.equal(logits_of(set_dense(loaded, False), distinct()), sparse)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

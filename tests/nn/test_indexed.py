@@ -170,6 +170,12 @@ def test_heads_of_the_recommended_layer_see_so_many_keys_on_average(kv_heads, lo
     assert 31 < seen / kv_heads <= 32
 
 
+@pytest.mark.parametrize("layer", [IndexedAttention, dmattn.nn.DynamicMaskAttention])
+def test_what_belongs_in_the_recipe_is_named(layer):
+    with pytest.raises(TypeError, match=r"queries: expected it in the recipe, recipe=(Index|Score)Recipe\(queries=...\)"):
+        layer.recommended(32, 4, 8, queries=3)
+
+
 def test_the_recommended_window_is_of_whole_blocks():
     in_blocks = IndexedAttention.recommended(64, 8, 80, num_kv_heads=4, recipe=IndexRecipe(block_size=16))
     assert (in_blocks.window, in_blocks.indexer.k) == (32, 2)

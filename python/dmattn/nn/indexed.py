@@ -23,7 +23,7 @@ from dmattn.nn.indexer import Indexer, IndexProjections
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer, check_cache_of_layer
 from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.projections import RotatedProjections
-from dmattn.nn.recipe import IndexRecipe, recommended_sizes
+from dmattn.nn.recipe import IndexRecipe, recommended_sizes, refuse_fields
 from dmattn.nn.scores import drawn_rows, explored, recency_of, slopes_of, with_dense_rows, with_recency
 from dmattn.sharding import any_sharded
 
@@ -189,6 +189,7 @@ class IndexedAttention(RotatedProjections):
         Raises:
             TypeError, ValueError: as the constructor, or visible is no multiple of 4 or too small for a block.
         """
+        refuse_fields(IndexRecipe, options)
         recipe = options.get("recipe")
         recipe = recipe if isinstance(recipe, IndexRecipe) else IndexRecipe()
         chosen = recommended_sizes(num_heads, num_kv_heads, visible, local_part=2, local_heads=recipe.local_heads)

@@ -127,6 +127,13 @@ def _check_common(recipe: ScoreRecipe | IndexRecipe) -> None:
     checks.number("last", recipe.last, low=0.0, high=1.0)
 
 
+def refuse_fields(recipe: type[ScoreRecipe | IndexRecipe], options: dict[str, Any]) -> None:
+    """Refuses options of a layer that belong in its recipe."""
+    for field in dataclasses.fields(recipe):
+        if field.name in options:
+            raise TypeError(f"{field.name}: expected it in the recipe, recipe={recipe.__name__}({field.name}=...)")
+
+
 def recommended_sizes(
     num_heads: int, num_kv_heads: int | None, visible: int, local_part: int, local_heads: int | Literal["half"]
 ) -> dict[str, int]:

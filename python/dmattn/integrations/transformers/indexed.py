@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from dmattn import checks
 from dmattn.attention import attention
 from dmattn.indexer import MAX_INDEX_HEADS
 from dmattn.integrations.transformers.cache import BoundedLayer
-from dmattn.integrations.transformers.layers import SelectingAttention, base_of, converted, selecting_layers
+from dmattn.integrations.transformers.layers import SelectingAttention, base_of, converted, selecting_layers, unwrapped
 from dmattn.masks.interval import segment_ends
 from dmattn.nn.indexer import Indexer
 from dmattn.nn.scores import drawn_rows, with_dense_rows
@@ -88,7 +89,8 @@ INDEXED = converted(IndexedSelectingAttention, "Indexed", globals())
 
 
 def set_dense(model: W, dense: bool) -> W:
-    """Whether all layers of a model of ``convert_indexed`` read all keys: True while the indexers learn alone, then False.
+    """Whether all layers of a model of ``convert_indexed`` read all keys: True while the indexers learn alone, then False. The config says it,
+    so a saved model loads as it was.
 
     Args:
         model: what ``convert_indexed`` returned, or what ``torch.compile`` or peft made of it.
@@ -105,6 +107,9 @@ def set_dense(model: W, dense: bool) -> W:
         if not isinstance(layer, IndexedSelectingAttention):
             raise ValueError(f"model: expected a model converted by convert_indexed(), got {type(model).__name__}")
         layer.is_dense = dense
+    for module in unwrapped(model).modules():
+        if isinstance(module, PreTrainedModel):
+            getattr(module.config, INDEXED_FIELD)["is_dense"] = dense
     return model
 
 
@@ -144,3 +149,4 @@ def add_indexer(layer: Any, settings: dict[str, Any]) -> None:
     layer.indexer = _indexer_of(config.hidden_size, config.num_key_value_heads, settings, device=weight.device, dtype=dtype)
     for name in ("window", "local", "sink_keys", "score_queries"):
         setattr(layer, name, settings[name])
+    layer.is_dense = settings.get("is_dense", False)
