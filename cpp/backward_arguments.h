@@ -18,7 +18,7 @@ struct BackwardArguments {
   bool need_key_bias = false, need_bias = false;
 };
 
-// Backward as torch calls it. This is the only list of its arguments in C++, in the order of schema.cpp: a device registers
+// Backward as torch calls it. Its arguments are in the order of schema.cpp: a device registers
 // TORCH_BOX(&unpack_backward<op>) for an `op` that takes them as one struct.
 template <BackwardResults (*op)(BackwardArguments)>
 BackwardResults unpack_backward(const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key,

@@ -7,7 +7,7 @@ namespace dmattn {
 
 using ForwardResults = std::tuple<Tensor, Tensor, Tensor>;  // out, lse, lse_rest
 
-// Forward as torch calls it. This is the only list of its arguments in C++, in the order of schema.cpp: a device registers
+// Forward as torch calls it. Its arguments are in the order of schema.cpp: a device registers
 // TORCH_BOX(&unpack_forward<op>) for an `op` that takes them as one struct.
 template <ForwardResults (*op)(AttentionArguments)>
 ForwardResults unpack_forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> start,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dmattn.distributed import context_parallel_attention
-from dmattn.nn import DynamicMaskAttention
+from dmattn.nn import DynamicMaskAttention, ScoreRecipe
 from model import BYTES, SwiGLU
 from text import HELD_OUT, PIECES, read_text, sample, split
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class ChunkLayer(nn.Module):
             options.window,
             num_kv_heads=options.kv_heads,
             local=options.local_window,
-            score="linear",
+            recipe=ScoreRecipe.doge(score="linear"),
         )
         self.mlp = SwiGLU(options.width, 8 * options.width // 3 // 8 * 8)
         # Later keys rank higher, so that no two scores are equal.

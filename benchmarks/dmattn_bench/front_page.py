@@ -35,7 +35,7 @@ def bits(runs: list[Run]) -> str:
     """Mean over seeds, and the largest distance of one from it."""
     values = [run["curve"][-1]["held_bits"] for run in runs]
     mean = statistics.fmean(values)
-    return f"{mean:.3f}" + (f" ± {max(abs(value - mean) for value in values):.3f}" if len(values) > 1 else "")
+    return f"{mean:.3f} " + (f"± {max(abs(value - mean) for value in values):.3f}" if len(values) > 1 else "(1 seed)")
 
 
 def rate(runs: list[Run]) -> str:
@@ -61,7 +61,7 @@ class Line:
 LINES = (
     Line("8,192 tokens: bits per byte, 2,000 steps", {**SHORT, "steps": 2000, "seconds": 0.0}, bits),
     Line("32,768 tokens: bits per byte, 250 seconds", LONG, bits),
-    Line("the same, 12 layers of 1,024, 16 heads on 4, 20 minutes, one seed", LARGER, bits),
+    Line("the same, 12 layers of 1,024, 16 heads on 4, 20 minutes", LARGER, bits),
     Line("32,768 tokens: tokens per second in training", LONG, rate),
     Line("recall, 16 names in 2,048 tokens, 256 visible", RECALL, right),
     Line("recall, 4 secrets in 4,096 bytes, 256 visible", SECRETS, right),

@@ -1,5 +1,4 @@
-"""Tables of single pages, each from one committed result: context parallelism, packs, predictions, training steps, Doge models, reductions,
-index masks, dynamic masks vs. dense attention, single calls."""
+"""Tables of single pages, each from one committed result."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from dmattn._library import arguments_of, rules
 from dmattn.fake import accumulate_dtype
 
 # Where arguments stand: tensors, options, and last ones (hints, and how lists are read) that may be left out.
-FORWARD, BACKWARD = (list(arguments_of(op)) for op in ("forward", "backward"))
-OPTIONS, LAST, INPUTS = FORWARD.index("is_causal"), FORWARD.index("is_in_order"), len(FORWARD)
-KEY_BIAS, BIAS = FORWARD.index("key_bias"), FORWARD.index("bias")
+FORWARD_ARGUMENTS, BACKWARD_ARGUMENTS = (list(arguments_of(op)) for op in ("forward", "backward"))
+OPTIONS, LAST, INPUTS = FORWARD_ARGUMENTS.index("is_causal"), FORWARD_ARGUMENTS.index("is_in_order"), len(FORWARD_ARGUMENTS)
+KEY_BIAS, BIAS = FORWARD_ARGUMENTS.index("key_bias"), FORWARD_ARGUMENTS.index("bias")
 # backward has grad_out and grad_lse before them, out and lse after value, need_key_bias, need_bias and lse_rest before the last ones.
-NEEDS = slice(BACKWARD.index("need_key_bias"), BACKWARD.index("lse_rest"))
+NEEDS = slice(BACKWARD_ARGUMENTS.index("need_key_bias"), BACKWARD_ARGUMENTS.index("lse_rest"))
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
 
 
@@ -164,7 +164,7 @@ class AttentionGradients(torch.autograd.Function):
         grad_out, grad_lse, *tensors = ctx.saved_tensors
         key_bias, bias = 4 + KEY_BIAS, 4 + BIAS
         wanted = (ctx.needs_input_grad[key_bias], ctx.needs_input_grad[bias])
-        none = (None,) * len(BACKWARD)
+        none = (None,) * len(BACKWARD_ARGUMENTS)
         if all(x is None for x in given):
             return none
         first, second, (query, key, value, by_key_bias, by_bias) = composed.gradients_of_gradients(
@@ -250,9 +250,10 @@ def _transformed_backward_rule(*inputs: Any) -> Any:
 
 
 def refuse_gradients(name: str = "decode_attention") -> None:
+    instead = "with dmattn.attention" if name == "decode_attention" else "without a cache"
     raise RuntimeError(
         f"dmattn: {name} has no gradient, got a tensor that requires one: call it under torch.no_grad() or "
-        "torch.inference_mode(), or train with dmattn.attention"
+        f"torch.inference_mode(), or train {instead}"
     )
 
 

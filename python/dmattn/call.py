@@ -127,7 +127,9 @@ def mask_tensors(mask: Mask | Tensor, sizes: Sizes) -> MaskTensors:
         block = NO_MASK[2:6] if mask.block is None else _block_tensors(mask.block, sizes)
         return *interval, *block, None if mask.index is None else fitting_lists(mask.index, sizes), None
     checks.instance("mask", mask, Tensor, "an IntervalMask, a BlockMask, an IndexMask, an intersection of such or a bool tensor")
-    checks.tensor("mask", mask, (torch.bool,))
+    if checks.tensor("mask", mask).dtype != torch.bool:
+        instead = "bias= takes what is added to logits" if mask.is_floating_point() else "lists of keys are an IndexMask(lists)"
+        raise TypeError(f"mask: expected dtype bool, got {str(mask.dtype).removeprefix('torch.')}; {instead}")
     mask = four_dims("mask", mask, sizes)
     if mask.shape[2] == 1 and sizes.query_length != 1:  # a mask of keys alone is an interval: O(N)
         visible = mask[:, :, 0]

@@ -114,10 +114,9 @@ def index_loss(
     lse = None
     if mask is not None:
         with torch.no_grad():
-            seen: Any = mask
-            if mask.indices.shape[1] not in (1, of_attention.kv_heads, of_attention.heads):
-                seen = mask._replace(indices=repeat_heads(mask.indices, of_attention.heads))
-            seen = seen if base is None else seen & base
+            seen: Any = mask if base is None else mask & base
+            if sizes.groups not in (1, of_attention.kv_heads, of_attention.heads):
+                seen = seen._map(lambda given: repeat_heads(given, of_attention.heads))
             lse = attention(
                 query, key, key, seen, scale=scale, softcap=softcap, key_bias=key_bias, query_offset=query_offset, return_lse=True
             )[1]  # fmt: skip

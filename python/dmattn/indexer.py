@@ -213,8 +213,8 @@ def index_top_k(
         return_scores: also return the scores of the entries.
 
     Returns:
-        An IndexMask [B, G, Sq, min(k, blocks)] whose lists are ascending, -1 behind them; or that and their scores, float32 (float64), -inf
-        for -1.
+        An IndexMask [B, G, Sq, min(k, blocks)] whose lists are ascending, -1 behind them ("mean_key": whole blocks alone count); or that and
+        their scores, float32 (float64), -inf for -1.
 
     Raises:
         TypeError, ValueError: a wrong type, dtype, shape, size or device.
@@ -247,11 +247,12 @@ def index_top_k(
 
 
 def _per_sequence(query_offset: int | Tensor, sizes: IndexSizes) -> Tensor:
-    """int32 [B]."""
+    """int32 [B], so that the positions of all queries are int32, too."""
     offset: Any = bounds.position("query_offset", query_offset, sizes.device, sizes.batch)
-    if isinstance(offset, Tensor):
-        return offset.reshape(-1).to(sizes.device, torch.int32).expand(sizes.batch)
-    return torch.full((sizes.batch,), offset, dtype=torch.int32, device=sizes.device)
+    if not isinstance(offset, Tensor):
+        offset = torch.full((sizes.batch,), offset, device=sizes.device)
+    first: Tensor = offset.reshape(-1).to(sizes.device).clamp(max=bounds.FOREVER - checks.MAX_LENGTH)
+    return first.int().expand(sizes.batch)
 
 
 def _gathered_pages(index_key: Tensor, page_table: Tensor, lengths: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from dmattn import autograd, sharding, unsupported
 
 # Overloads: torch calls them in less time than names of ops.
-FORWARD, SELECT, DECODE = (getattr(torch.ops.dmattn, name).default for name in ("forward", "select", "decode"))
+FORWARD_OP, SELECT_OP, DECODE_OP = (getattr(torch.ops.dmattn, name).default for name in ("forward", "select", "decode"))
 
 
 def forward(*inputs: object) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def forward(*inputs: object) -> tuple[Tensor, Tensor]:
         out, lse, _ = autograd.short_attention(inputs)
     else:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, _ = FORWARD(*inputs)
+            out, lse, _ = FORWARD_OP(*inputs)
     return out, lse
 
 
@@ -46,7 +46,7 @@ def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: b
         end: Tensor = torch.ops.dmattn.select(scores.detach(), segment_end, window, is_causal, local, sink)
         return end
     with torch._C._AutoDispatchBelowAutograd():
-        end = SELECT(scores, segment_end, window, is_causal, local, sink)
+        end = SELECT_OP(scores, segment_end, window, is_causal, local, sink)
     return end
 
 
@@ -71,7 +71,7 @@ def decode(*inputs: object) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         autograd.refuse_gradients()
     with torch._C._AutoDispatchBelowAutograd():
-        out, lse = DECODE(*inputs)
+        out, lse = DECODE_OP(*inputs)
     return out, lse
 
 
@@ -80,7 +80,7 @@ def decode_if_plain(*inputs: object) -> tuple[Tensor, Tensor] | None:
     if _watched(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
         return None
     with torch._C._AutoDispatchBelowAutograd():
-        out, lse = DECODE(*inputs)
+        out, lse = DECODE_OP(*inputs)
     return out, lse
 
 

@@ -31,7 +31,7 @@ PAGED = Roles(None, 2)  # [pages, page_size, Hkv, D]
 PER_SEQUENCE = Roles(0, None)
 PER_HEAD = Roles(None, 0)
 # Of the op forward's tensors: query to columns, bits, indices, index_offset, key_bias, bias, dropout_seed.
-FORWARD = (*(USUAL,) * 8, NONE, USUAL, PER_SEQUENCE, USUAL, USUAL, NONE)
+FORWARD_ROLES = (*(USUAL,) * 8, NONE, USUAL, PER_SEQUENCE, USUAL, USUAL, NONE)
 
 
 def is_sharded(given: object) -> bool:
@@ -70,10 +70,10 @@ def forward(inputs: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
     plan = ShardingPlan(
         inputs, (("query", query, USUAL), ("key", key, USUAL), ("value", value, USUAL)), query.shape[1], key.shape[1]
     )
-    tensors = [plan.own(given, roles) for given, roles in zip(inputs[: len(FORWARD) - 1], FORWARD, strict=False)]
-    seed = inputs[len(FORWARD) - 1]
+    tensors = [plan.own(given, roles) for given, roles in zip(inputs[: len(FORWARD_ROLES) - 1], FORWARD_ROLES, strict=False)]
+    seed = inputs[len(FORWARD_ROLES) - 1]
     tensors.append(None if seed is None else plan.own_seed(seed))
-    out, lse, rest = torch.ops.dmattn.forward(*tensors, *inputs[len(FORWARD) :])
+    out, lse, rest = torch.ops.dmattn.forward(*tensors, *inputs[len(FORWARD_ROLES) :])
     shape = query.shape[:3]
     whole_rest = plan.whole(rest, shape) if rest.dim() == 3 else _replicated(rest, plan.mesh)
     return plan.whole(out, (*shape, value.shape[3])), plan.whole(lse, shape), whole_rest

@@ -279,13 +279,13 @@ def packed_lists(packed: Packed, index: IndexMask, sizes: Sizes) -> tuple[Tensor
     first_key, end_key = (with_last_twice(ends_k).index_select(0, document - before)[:, None] for before in (1, 0))
     fitting_lists(index, sizes)
     lists = with_rank(index.keys(), 4)
-    own = [lists, torch.arange(index.sink_keys, device=sizes.device).expand(1, 1, len(query), -1)]
+    own = [lists, torch.arange(bounds.fewer(index.sink_keys, sizes.key_length), device=sizes.device).expand(1, 1, len(query), -1)]
     local = index.local
     if packed.ends_k is not None and local:
         # Where the query stands among its document's keys.
         behind = with_last_twice(ends_q).index_select(0, document) - query
         last = end_key - first_key - behind[:, None]
-        own.append((last - torch.arange(local, device=sizes.device)).expand(1, 1, -1, -1))
+        own.append((last - torch.arange(bounds.fewer(local, sizes.key_length), device=sizes.device)).expand(1, 1, -1, -1))
         local = 0
     entries = torch.cat([given.expand(-1, lists.shape[1], -1, -1) for given in own], dim=3)
     inside = (entries >= 0) & (entries < end_key - first_key)

@@ -274,6 +274,25 @@ def test_state_is_saved_and_reset():
     assert first.nbytes == cache_for(policy, *given[:3]).nbytes
 
 
+def test_the_state_of_another_policy_is_refused():
+    given = tokens()
+    first, other = (cache_for(eviction.KeyNorm(budget, every=every), *given[:3]) for budget, every in ((8, 4), (2, 10)))
+    first.attend(*(x[:, :, :12] for x in given))
+    with pytest.raises(ValueError, match=r"state_dict: expected that of a cache whose policy has \{'budget': 2, .*'budget': 8"):
+        other.load_state_dict(first.state_dict())
+    assert other.length == 0
+
+
+def test_ranks_of_a_wrong_shape_are_named():
+    class Wrong(eviction.Policy):
+        def rank(self, seen):
+            return seen.key[..., 0].mean(1)
+
+    given = tokens()
+    with pytest.raises(ValueError, match=r"rank: expected 3 dimensions \[B, Hkv, N\]"):
+        cache_for(Wrong(4, every=2), *given[:3]).attend(*given)
+
+
 def test_lse_comes_if_asked():
     given, policy = tokens(), POLICIES["h2o"]
     mask = eviction.lifetimes(policy, *given, scale=0.3, softcap=5.0)

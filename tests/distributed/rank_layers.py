@@ -65,10 +65,21 @@ def with_distributed_heads(group, hidden):
     return None
 
 
-def with_other_chunks(group, layer, hidden):
-    """What a layer raises whose chunks differ between ranks."""
+def said_of(group, layer, hidden, given):
+    """What a layer raises whose call differs between ranks."""
     try:
-        layer(hidden, group=group)
-    except ValueError as error:
+        layer(hidden, **given, group=group)
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return None
+
+
+def said_of_groups(group, layer, hidden):
+    """What a layer raises for a group that is none."""
+    said = []
+    for given in (DeviceMesh.from_group(group, "cpu"), "cp", torch.distributed.GroupMember.NON_GROUP_MEMBER):
+        try:
+            layer(hidden, group=given)
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said

@@ -16,7 +16,7 @@ import pytest
 import torch
 from dmattn import IntervalMask
 from dmattn.distributed import context_parallel_attention, exchange
-from dmattn.distributed.needs import checksum_of
+from dmattn.distributed.needs import checksum_of, weighed
 from dmattn.testing import AttentionCase, strategies, tolerance, top_k_visible
 from dmattn_bench import two_ways
 from hypothesis import given, settings
@@ -131,6 +131,15 @@ def test_masks_whose_batches_or_heads_stand_in_another_order_have_other_checksum
         checksum_of(IntervalMask(torch.arange(3, dtype=torch.int32), x)) for x in (end, end.flip(0), end.flip(1), end.flip(2))
     }
     assert len(checksums) == 4
+
+
+def test_a_change_at_any_place_changes_the_digest():
+    numbers = torch.randint(0, 1000, (200_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    digest = int(weighed(numbers))
+    for place in (0, 65_519, 65_520, 65_521, 131_041, 199_999):
+        other = numbers.clone()
+        other[place] += 1
+        assert int(weighed(other)) != digest
 
 
 @settings(max_examples=60)

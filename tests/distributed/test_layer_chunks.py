@@ -7,7 +7,7 @@ import pytest
 import rank_layers
 import torch
 from dmattn import IntervalMask
-from dmattn.nn import score_loss
+from dmattn.nn import IndexedAttention, IndexRecipe, score_loss
 from dmattn.nn.scores import drawn_rows
 from dmattn.testing import strategies
 from rank_pool import Ranks
@@ -101,11 +101,61 @@ def test_distributed_heads_are_refused(two_ranks):
         assert said.startswith("IndexedAttention: expected all heads on every rank")
 
 
-@pytest.mark.parametrize(
-    "layer", [rank_layers.layer_of({}), rank_layers.scored_layer_of(None)], ids=lambda layer: type(layer).__name__
-)
+LAYERS = [rank_layers.layer_of({}), rank_layers.scored_layer_of(None)]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
 def test_chunks_that_differ_are_an_error_on_every_rank(two_ranks, layer):
     first, other = tensor((2, 8, 32), 0, torch.float64), tensor((2, 12, 32), 0, torch.float64)
-    for said in two_ranks.run("rank_layers:with_other_chunks", [(layer, first), (layer, other)]):
-        assert said == "hidden_states: expected [B, S, E] with the same S on every rank, got 8 on rank 0 and 12 on rank 1"
-    assert two_ranks.run("rank_layers:with_other_chunks", [(layer, first)] * 2) == [None, None]
+    for said in two_ranks.run("rank_layers:said_of", [(layer, first, {}), (layer, other, {})]):
+        assert said == "S of hidden_states [B, S, E]: expected the same on every rank, got 8 on rank 0 and 12 on rank 1"
+    assert two_ranks.run("rank_layers:said_of", [(layer, first, {})] * 2) == [None, None]
+
+
+def documents(*ends: int) -> IntervalMask:
+    return IntervalMask.documents(16, torch.tensor(ends, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("first", [{}, {"base": documents(0, 7, 16)}], ids=["alone", "documents"])
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ({"base": documents(0, 6, 16)}, "base"),
+        ({"base": IntervalMask.documents(24, torch.tensor([0, 6, 24], dtype=torch.int32))}, "length of base (0 none)"),
+        ({"with_index_loss": True}, "with_index_loss"),
+    ],
+    ids=["values", "length", "loss"],
+)
+def test_arguments_that_differ_are_an_error_on_every_rank(two_ranks, first, other, name):
+    layer, hidden = LAYERS[0], tensor((2, 8, 32), 0, torch.float64)
+    if not first and name == "base":
+        name = "length of base (0 none)"
+    said = two_ranks.run("rank_layers:said_of", [(layer, hidden, first), (layer, hidden, first | other)])
+    assert said[0] == said[1]
+    assert said[0].startswith(f"{name}: expected the same")
+
+
+@pytest.mark.parametrize(
+    "name", ["num_kv_heads", "window", "local", "groups", "index_dim", "block_size", "index_heads", "training"]
+)
+def test_layers_that_differ_are_an_error_on_every_rank(two_ranks, name):
+    """What would else end in the transport, or in wrong numbers."""
+    fields = {"index_heads": 2, "index_dim": 8, "queries": 4}
+    sizes = {"num_kv_heads": 4, "head_dim": 8, "window": 8, "local": 3}
+    layer = IndexedAttention(32, 8, **sizes, recipe=IndexRecipe(**fields))
+    changed = {"num_kv_heads": 2, "window": 16, "local": 4, "groups": 1, "index_dim": 16, "block_size": 4, "index_heads": 3}
+    fields |= {key: value for key, value in changed.items() if key == name and key not in sizes}
+    sizes |= {key: value for key, value in changed.items() if key == name and key in sizes}
+    other = IndexedAttention(32, 8, **sizes, recipe=IndexRecipe(**fields)).train(name != "training")
+    hidden = tensor((1, 8, 32), 0)
+    said = two_ranks.run("rank_layers:said_of", [(layer, hidden, {}), (other, hidden, {})])
+    assert said[0] == said[1]
+    assert said[0].startswith(f"{name}: expected the same on every rank, got ")
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
+def test_groups_of_a_wrong_kind_are_named(two_ranks, layer):
+    for mesh, text, outside in two_ranks.run("rank_layers:said_of_groups", [(layer, tensor((1, 8, 32), 0, torch.float64))] * 2):
+        assert mesh == "TypeError: group: expected a torch.distributed.ProcessGroup, got DeviceMesh; give mesh.get_group()"
+        assert text == "TypeError: group: expected a torch.distributed.ProcessGroup, got str"
+        assert outside == "ValueError: group: expected a group that this rank is a member of, got one without it"

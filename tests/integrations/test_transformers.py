@@ -17,8 +17,8 @@ from tiny_models import padded
 from torch.testing import assert_close
 from transformers import masking_utils
 
-# Since then chunks begin with each packed sequence, T5 calls attention functions, and Llama 4 generates from static caches.
-RECENT = hasattr(masking_utils, "packed_sequence_compatibility_function")
+# After transformers 5.24 chunks begin with each packed sequence, T5 calls attention functions, and Llama 4 generates from static caches.
+AFTER_5_24 = hasattr(masking_utils, "packed_sequence_compatibility_function")
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.2,
@@ -184,7 +184,7 @@ def generated(model, name: str, new: int = 12, **options) -> torch.Tensor:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_generate(name, cache):
-    if name == "llama4" and cache == "static" and not RECENT:
+    if name == "llama4" and cache == "static" and not AFTER_5_24:
         pytest.skip("this release of transformers cannot")
     model = built(name)
     options = {"input_ids": tokens(), "attention_mask": padded("left"), "cache_implementation": cache, "disable_compile": True}
@@ -228,7 +228,7 @@ def one_by_one(model) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt-oss", "llama4"])
 def test_positions_that_start_again(name, use_cache):
     """transformers' own attention ignores them with use_cache=True, its default; here they count."""
-    if name == "llama4" and (use_cache or not RECENT):
+    if name == "llama4" and (use_cache or not AFTER_5_24):
         pytest.skip("chunks are counted from the first token of a sequence, which is unknown beside a cache")
     model = built(name)
     logits = results(model, "dmattn", gradients=False, use_cache=use_cache, **packed())[0]
@@ -255,6 +255,11 @@ def test_positions_are_read_anew_where_they_may_have_changed():
         assert torch.equal(model(use_cache=False, **inputs).logits, expected)
         inputs["position_ids"].copy_(torch.arange(sum(LENGTHS)))
         plain = model(use_cache=False, input_ids=inputs["input_ids"]).logits
+        assert torch.equal(model(use_cache=False, **inputs).logits, plain)
+    inputs = packed()
+    with torch.no_grad():
+        assert torch.equal(model(use_cache=False, **inputs).logits, expected)
+        inputs["position_ids"].numpy()[:] = range(sum(LENGTHS))  # which no tensor notices
         assert torch.equal(model(use_cache=False, **inputs).logits, plain)
 
 
@@ -305,7 +310,7 @@ def without(**dropped):
     "what", ["s_aux", "softcap", "attention_mask", "sliding_window", "position_bias", "position_ids", "scaling", "is_causal"]
 )
 def test_dropping_an_argument_would_be_seen(what, monkeypatch):
-    if what == "position_bias" and not RECENT:
+    if what == "position_bias" and not AFTER_5_24:
         pytest.skip("this release of transformers has no model that passes it")
     cases = {
         "s_aux": ("gpt-oss", {}), "softcap": ("gemma2", {}), "attention_mask": ("llama", {"attention_mask": padded("left")}),
@@ -348,7 +353,8 @@ def call(**options):
 
 
 REFUSED = [
-    ({"block_indices": torch.zeros(2, 6, 3).int()}, ValueError, "block_indices: expected 4 dimensions [B, Hkv|1, Sq, n]"),
+    ({"block_indices": torch.zeros(2, 6, 3).int()}, ValueError, "block_indices: expected 4 dimensions [B, heads, Sq, n]"),
+    ({"block_indices": torch.zeros(2, 3, 6, 3).int()}, ValueError, "block_indices: expected [B, heads, Sq, n] with a divisor of 4 heads"),
     ({"cache": object()}, ValueError, "cache: expected None, got object: paged caches have no kernel here"),
     ({"head_mask": torch.ones(4)}, ValueError, "head_mask: expected None"),
     ({"s_aux": torch.ones(4), "sinks": torch.ones(4)}, ValueError, "s_aux, sinks: expected at most one of them"),
@@ -360,7 +366,7 @@ REFUSED = [
     ({"cu_seq_lens_k": torch.tensor([0, 6])}, ValueError, "cu_seq_lens_q, cu_seq_lens_k: expected both"),
     ({"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 6])}, ValueError, "for a batch of 1"),
     ({"sliding_window": 3, "is_causal": False}, ValueError, "sliding_window: expected a mask with a window of 3"),
-    ({"indices": torch.zeros(2, 5, 3).int()}, ValueError, "indices: expected [B, Sq, n] with B=2, Hkv=2, Sq=6"),
+    ({"indices": torch.zeros(2, 5, 3).int()}, ValueError, "indices: expected [B, Sq, n] with B=2, Sq=6"),
 ]  # fmt: skip
 
 
@@ -437,7 +443,7 @@ def mask_functions():
     sliding = m.sliding_window_causal_mask_function(4)
 
     def pack(function):
-        if RECENT:
+        if AFTER_5_24:
             return m.packed_sequence_compatibility_function(function, positions, sequences)
         return m.and_masks(function, m.packed_sequence_mask_function(sequences))
 

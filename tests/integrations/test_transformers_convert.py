@@ -224,6 +224,58 @@ def with_lora(model):
     )
 
 
+@pytest.mark.parametrize(
+    ("convert_to", "named", "teaching"),
+    [
+        (lambda model: convert(model, 4, **RECOMMENDED), "dt_proj.weight", {"target_modules": ["v_proj", "dt_proj"]}),
+        (
+            lambda model: convert_indexed(model, 4),
+            "indexer.slope",
+            {"target_modules": ["v_proj"], "modules_to_save": ["indexer"]},
+        ),
+    ],
+    ids=["convert", "convert_indexed"],
+)
+def test_frozen_scores_are_named(convert_to, named, teaching):
+    """peft freezes all that its config does not name. The model then trains without the scores, and says so."""
+    peft, tokens = pytest.importorskip("peft"), distinct()
+    model = peft.get_peft_model(convert_to(built()), peft.LoraConfig(target_modules=["v_proj"], r=2)).train()
+    with pytest.warns(UserWarning, match=rf"what selects keys does not learn: .*{named}.* frozen .*LoraConfig\("):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    model(input_ids=tokens, use_cache=False)
+    with pytest.raises(ValueError, match=rf"expected scores that learn, but .*{named}.* of layer 0 are frozen"):
+        score_loss_of(model)
+    logits = model(input_ids=tokens, use_cache=False).logits
+    plain = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    if named == "dt_proj.weight":  # lists of queries that teach are drawn anew
+        assert_close(loss, plain)
+    model = peft.get_peft_model(convert_to(built()), peft.LoraConfig(r=2, **teaching)).train()
+    model(input_ids=tokens, use_cache=False)
+    score_loss_of(model).backward()
+
+
+@pytest.mark.parametrize("convert_to", [convert, convert_indexed])
+@pytest.mark.parametrize("is_two_turns", [False, True])
+def test_padding_between_tokens_is_refused_where_positions_count(convert_to, is_two_turns):
+    """A second turn behind a padded first one: columns of a row are no positions any more."""
+    model, tokens, padding = convert_to(built(), 4, local=3).eval(), distinct(2, 12), torch.ones(2, 12, dtype=torch.int64)
+    padding[0, 5:8] = 0
+    cache = None
+    with torch.no_grad():
+        if is_two_turns:
+            cache = model(input_ids=tokens[:, :8], attention_mask=padding[:, :8], use_cache=True).past_key_values
+            tokens = tokens[:, 8:]
+        with pytest.raises(ValueError, match="attention_mask: expected padding on one side of each row"):
+            model(input_ids=tokens, attention_mask=padding, past_key_values=cache)
+        plain = convert_to(built(), 4).eval()
+        assert plain(input_ids=distinct(2, 12), attention_mask=padding).logits.isfinite().all()
+    if convert_to is convert:
+        row = model(input_ids=distinct(2, 12)[:1, padding[0].bool()]).logits
+        given = {"input_ids": distinct(2, 12), "attention_mask": padding, "position_ids": padding.cumsum(1) - 1}
+        with torch.no_grad():
+            assert_close(model(**given, past_key_values=bounded_cache(model)).logits[:1, padding[0].bool()], row)
+
+
 def compiled(model):
     return torch.compile(model, backend="eager")
 
@@ -343,6 +395,20 @@ def test_configs_in_configs_are_copied_once():
     for config in (shared, shared.text_config):
         assert not hasattr(config, "dynamic_mask")
     assert logits_of(model, distinct()).shape == (2, 20, 256)
+
+
+@BOTH_KINDS
+def test_weights_whose_names_transformers_changes_are_loaded(convert_to, tmp_path):
+    """Llava's output weights are saved under another name than they have, which transformers undoes for its own classes alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+    text = transformers.LlamaConfig(**SIZES)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=255, tie_word_embeddings=False)
+    model = convert_to(transformers.LlavaForConditionalGeneration(config), 4).eval()
+    model.save_pretrained(tmp_path)
+    loaded, told = load_converted(tmp_path, output_loading_info=True)
+    assert not any(told.values())
+    assert torch.equal(logits_of(loaded.eval(), distinct()), logits_of(model, distinct()))
 
 
 @BOTH_KINDS

@@ -191,20 +191,38 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert torch.equal(logits_of(again, distinct()), logits_of(model, distinct()))
 
 
+def test_a_model_that_reads_all_keys_is_saved_so(tmp_path):
+    model = set_dense(converted_of(), True).eval()
+    model.save_pretrained(tmp_path)
+    loaded = load_converted(tmp_path).eval()
+    assert torch.equal(logits_of(loaded, distinct()), logits_of(model, distinct()))
+    sparse = logits_of(set_dense(model, False), distinct())
+    assert not torch.equal(logits_of(loaded, distinct()), sparse)
+    assert torch.equal(logits_of(set_dense(loaded, False), distinct()), sparse)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"window": 5, "block_size": 2}, "window: expected a multiple of block_size=2"),
         ({"groups": 2}, "groups: expected 'heads' or 1"),
         ({"groups": 1, "index_dim": 9}, "index_dim: expected a multiple of the 2 key heads"),
-        ({"index_dim": 12}, "head_dim: expected a multiple of 8"),
+        ({"index_dim": 12}, "index_dim: expected a multiple of 8"),
+        ({"index_heads": 129}, "index_heads: expected at most 128"),
+        ({"block_size": 3, "window": 6}, "block_size: expected a power of two"),
+        ({"block_score": "mean"}, "block_score: expected 'max' or 'mean_key'"),
         ({"window": 0}, "window"),
         ({"score_queries": 0}, "score_queries"),
     ],
 )
 def test_conversions_that_cannot_be(options, words):
+    """They are refused before anything has changed."""
+    model = built()
+    config = model.config
     with pytest.raises(ValueError, match=words):
-        convert_indexed(built(), **{"window": 4, **SMALL, **options})
+        convert_indexed(model, **{"window": 4, **SMALL, **options})
+    assert model.config is config
+    assert not hasattr(config, "indexed_attention")
 
 
 def test_calls_that_cannot_be():

@@ -233,7 +233,7 @@ CHOOSING = {
 ENABLED = ("axk2", "deepseek_v32", "glm_moe_dsa", "qwen4_exp")
 
 
-def choosing(name: str) -> torch.nn.Module:
+def choosing(name: str, **changed: int) -> torch.nn.Module:
     cls, config, options = CHOOSING[name]
     parts = [f"transformers.models.{name}.{part}_{name}" for part in ("modeling", "configuration")]
     try:
@@ -241,7 +241,7 @@ def choosing(name: str) -> torch.nn.Module:
     except ImportError:
         pytest.skip("this release of transformers has no such model")
     torch.manual_seed(0)
-    return getattr(modeling, cls)(getattr(configuration, config)(**options)).eval()
+    return getattr(modeling, cls)(getattr(configuration, config)(**options | changed)).eval()
 
 
 @pytest.mark.parametrize(("name", "enabled"), [*((name, False) for name in CHOOSING), *((name, True) for name in ENABLED)])
@@ -263,6 +263,23 @@ def test_models_whose_indexer_chooses_keys_give_what_eager_gives(name, enabled):
             tokens.append(model.generate(**how))
     assert_close(*found)
     assert all(torch.equal(tokens[0], x) for x in tokens)
+
+
+@pytest.mark.parametrize("name", [*ENABLED, "minimax_m3_vl"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_models_that_choose_generate_with_every_cache(name, cache):
+    """A static cache has room for more tokens than there are. Prompts come in two parts, which is no different."""
+    tokens, how = distinct(vocabulary=64), {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+    model = choosing(name)
+    model.set_attn_implementation("eager")
+    expected = model.generate(input_ids=tokens, **how)
+    model = choosing(name)
+    if name in ENABLED:
+        enable_index_top_k(model)
+    else:
+        model.set_attn_implementation("dmattn")
+    assert torch.equal(model.generate(input_ids=tokens, **how), expected)
+    assert torch.equal(model.generate(input_ids=tokens, prefill_chunk_size=13, **how), expected)
 
 
 @pytest.mark.parametrize("name", ENABLED)
@@ -312,6 +329,26 @@ def test_blocks_of_packed_sequences_are_refused():
         layer.self_attn.indexer.compress_ratio = 3
     with pytest.raises(ValueError, match="indexer_compress_ratio: expected a power of two up to 128, got 3"):
         enable_index_top_k(model)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_lists_of_other_groups_than_key_heads(heads):
+    """Eager attention takes as many lists as divide the query heads, of which there are 4, on 2 key heads."""
+    model = choosing("minimax_m3_vl", index_n_heads=heads)
+    found = []
+    for implementation in ("eager", "dmattn"):
+        model.set_attn_implementation(implementation)
+        found.append(model(input_ids=distinct(vocabulary=64), use_cache=False).logits)
+    assert_close(*found)
+
+
+def test_blocks_of_a_row_with_packed_sequences_are_refused():
+    """They count from the row's beginning, and the indexer compares them with positions."""
+    model = choosing("minimax_m3_vl")
+    model.set_attn_implementation("dmattn")
+    positions = torch.cat((torch.arange(12), torch.arange(8))).expand(2, -1)
+    with pytest.raises(ValueError, match="position_ids: expected one sequence in each row with block_indices"):
+        model(input_ids=distinct(vocabulary=64), position_ids=positions, use_cache=False)
 
 
 def test_a_model_without_such_an_indexer():

@@ -218,9 +218,10 @@ def test_a_policy_evicts_in_blocks_of_requests(backend, policy, monkeypatch):
         layer.forward(None, query, key, value, cache, builder.build(0, common_of(table, [50, 90], new)), out)
 
 
-def test_lists_of_pages(backend, monkeypatch):
-    """Decoding sees the pages that its queries choose, the latest keys and the first ones; prompts see all."""
-    monkeypatch.setenv("DMATTN_VLLM_LISTS", '{"pages": 2, "local": 20, "sink_keys": 3}')
+@pytest.mark.parametrize("local", [20, 5])
+def test_lists_of_pages(backend, monkeypatch, local):
+    """Decoding sees the pages that its queries choose by their mean keys, the latest keys and the first ones; prompts see all."""
+    monkeypatch.setenv("DMATTN_VLLM_LISTS", f'{{"pages": 2, "local": {local}, "sink_keys": 3}}')
     layer = backend.listed.ListedBackend.get_impl_cls()(HEADS, SIZE, 0.3, KV_HEADS)
     cache = torch.full((20, KV_HEADS, PAGE, 2 * SIZE), torch.nan, dtype=torch.float64)
     table = (torch.randperm(18)[:8] + 1).view(1, 8).int()
@@ -236,13 +237,13 @@ def test_lists_of_pages(backend, monkeypatch):
         if last - first == 1:
             pages = torch.arange(last) // PAGE
             score = query[0].unflatten(0, (KV_HEADS, -1)).mean(1)[:, None] @ keys[:last].permute(1, 2, 0)  # [Hkv, 1, keys]
-            of_pages = torch.stack([score[:, 0, pages == page].sum(1) for page in range((last - 21) // PAGE + 1)], 1)
+            of_pages = torch.stack([score[:, 0, pages == page].mean(1) for page in range((last - local - 1) // PAGE + 1)], 1)
             chosen = (pages == of_pages.topk(2, 1).indices[..., None]).any(1)
-            seen = chosen | (torch.arange(last) >= last - 20) | (torch.arange(last) < 3)
+            seen = chosen | (torch.arange(last) >= last - local) | (torch.arange(last) < 3)
             visible, differ = seen.repeat_interleave(HEADS // KV_HEADS, 0)[None, :, None], differ + int(not seen.all())
         given = (x.transpose(0, 1)[None] for x in (query, keys[:last], values[:last]))
         torch.testing.assert_close(out, attention(*given, visible, scale=0.3)[0].transpose(0, 1))
-    assert differ == 10
+    assert differ == (10 if local == 20 else 11)
 
 
 def test_what_eviction_and_lists_refuse(backend, monkeypatch):

@@ -195,10 +195,10 @@ def mask(request):
 
 
 def test_joining_takes_what_it_can():
-    a, b = IndexMask(lists(2, 2, 6, 3), 4), IndexMask(lists(1, 1, 6, 5), 2)
+    a, b = IndexMask(lists(2, 2, 6, 3), 4), IndexMask(lists(1, 1, 6, 5), 4)
     joined = IndexMask.cat([a, b])
-    assert joined.shape == (3, 2, 6, 6)
-    assert joined.block_size == 2
+    assert joined.shape == (3, 2, 6, 5)
+    assert joined.block_size == 4
     assert torch.equal(joined[:2].to_bool(6, 50), a.to_bool(6, 50))
     assert torch.equal(joined[2].to_bool(6, 50), b.to_bool(6, 50).expand(-1, 2, -1, -1))
 
@@ -366,7 +366,10 @@ REFUSED = {
     "blocks of other queries": (lambda: MASK & BlockMask.from_bool(torch.ones(5, 12, dtype=torch.bool)), ValueError, "index: expected an IndexMask for Sq=5 queries like the block mask, got one for 6"),
     "one part": (lambda: CombinedMask(index=MASK), ValueError, "interval, block, index: expected at least two of them, got index"),
     "another part": (lambda: CombinedMask(index=K, block=MASK), TypeError, "block: expected a BlockMask, got IndexMask"),
-    "& a tensor": (lambda: MASK & K, TypeError, "unsupported operand type"),
+    "& a tensor": (lambda: MASK & K, TypeError, "other: expected a mask, got a tensor; make it one by BlockMask.from_bool"),
+    "interval & a tensor": (lambda: IntervalMask.causal(12) & K, TypeError, "other: expected a mask, got a tensor"),
+    "& a number": (lambda: MASK & 3, TypeError, "unsupported operand type"),
+    "joined blocks": (lambda: IndexMask.cat([MASK, IndexMask(MASK.indices, 4)]), ValueError, "masks: expected one block_size, got"),
     "joined causality": (lambda: IndexMask.cat([MASK, IndexMask(MASK.indices, is_causal=True)]), ValueError, "masks: expected one is_causal, got False and True"),
     "joined parts": (lambda: CombinedMask.cat([MASK & IntervalMask.causal(12), MASK & BlockMask.from_bool(torch.ones(6, 12, dtype=torch.bool))]), ValueError, "masks: expected each to be interval & index, got block & index"),
     "a part of a block": (lambda: IndexMask.from_bool(torch.tensor([[True, False]]), 2), ValueError, "mask: expected blocks of 2 keys that are visible whole or not at all"),

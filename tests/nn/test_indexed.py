@@ -170,6 +170,12 @@ def test_heads_of_the_recommended_layer_see_so_many_keys_on_average(kv_heads, lo
     assert 31 < seen / kv_heads <= 32
 
 
+@pytest.mark.parametrize("layer", [IndexedAttention, dmattn.nn.DynamicMaskAttention])
+def test_what_belongs_in_the_recipe_is_named(layer):
+    with pytest.raises(TypeError, match=r"queries: expected it in the recipe, recipe=(Index|Score)Recipe\(queries=...\)"):
+        layer.recommended(32, 4, 8, queries=3)
+
+
 def test_the_recommended_window_is_of_whole_blocks():
     in_blocks = IndexedAttention.recommended(64, 8, 80, num_kv_heads=4, recipe=IndexRecipe(block_size=16))
     assert (in_blocks.window, in_blocks.indexer.k) == (32, 2)
@@ -258,11 +264,31 @@ def test_the_indexer_learns_which_keys_attention_reads():
 # Generation ---------------------------------------------------------------------------------------------------------------------------
 
 
+def reserved(layer, batch, length, **options):
+    return layer.new_cache(batch, length, **options)
+
+
+def on_pages(layer, batch, length, **options):
+    """A cache on shuffled pages that hold NaN; the last one is nobody's, and a sequence's table ends with the pages of another."""
+    needed = -(-length // 16)
+    cache = layer.new_cache(batch, length + 16, pages=batch * needed + 1, page_size=16, **options)
+    for buffer in (cache.key, cache.value, cache.index_key):
+        buffer.fill_(math.nan)
+    numbers = torch.randperm(batch * needed, generator=torch.Generator().manual_seed(0)).int().view(batch, needed)
+    cache.page_table[:, :needed] = numbers
+    cache.page_table[:, needed:] = numbers.roll(1, 0)[:, :1] if batch > 1 else -1
+    return cache
+
+
+BOTH_CACHES = pytest.mark.parametrize("make", [reserved, on_pages])
+
+
+@BOTH_CACHES
 @pytest.mark.parametrize("options", [*RECIPES, {"num_kv_heads": 1, "local_heads": 0}], ids=str)
 @pytest.mark.parametrize("cuts", [[1] * 40, [40], [22, 1, 5, 12]], ids=len)
-def test_generation_is_the_whole_call_and_chooses_the_same_keys(options, cuts):
+def test_generation_is_the_whole_call_and_chooses_the_same_keys(options, cuts, make):
     layer, hidden = layer_of(**options).eval(), tensor((3, 40, 32), 0, torch.float64)
-    cache, first, outs, lists = layer.new_cache(3, 40), 0, [], []
+    cache, first, outs, lists = make(layer, 3, 40), 0, [], []
     with torch.no_grad():
         whole, expected = layer(hidden, return_index_mask=True)
         for tokens in cuts:
@@ -273,11 +299,82 @@ def test_generation_is_the_whole_call_and_chooses_the_same_keys(options, cuts):
     assert torch.equal(torch.cat(lists, 2), expected.indices)
 
 
+@BOTH_CACHES
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("options", [{}, RECIPES[2], RECIPES[3]], ids=len)
-def test_prompts_of_different_lengths(options, side):
+def test_prompts_of_different_lengths(options, side, make):
     layer = layer_of(**options).eval()
-    assert_prompts_generate(layer, tensor((3, 30, 32), 0, torch.float64), layer.new_cache(3, 24), side)
+    assert_prompts_generate(layer, tensor((3, 30, 32), 0, torch.float64), make(layer, 3, 24), side)
+
+
+@pytest.mark.parametrize("options", [RECIPES[3], {"local_heads": 0, "block_size": 4, "block_score": "mean_key"}], ids=len)
+def test_sequences_join_take_pages_and_leave(options):
+    """A scheduler's work: prompts alone, by a table of their own; steps together; a sequence leaves, and its pages go to another."""
+    layer, hidden = layer_of(**options).eval(), tensor((3, 60, 32), 0, torch.float64)
+    cache, free = layer.new_cache(2, 60, pages=6, page_size=16), [4, 2, 5, 0, 3, 1]
+
+    def join(row, sequence, tokens):
+        cache.reset([row])
+        cache.page_table[row] = -1
+        taken = [free.pop() for _ in range(-(-tokens // 16))]
+        cache.page_table[row, : len(taken)] = torch.tensor(taken, dtype=torch.int32)
+        alone = cache.on_pages(cache.page_table[row : row + 1, : len(taken)], cache.length[row : row + 1])
+        return layer(hidden[sequence : sequence + 1, :tokens], cache=alone)
+
+    def leave(row):
+        free.extend(page for page in cache.page_table[row].tolist() if page >= 0)
+
+    with torch.no_grad():
+        whole = layer(hidden)
+        outs = [join(0, 0, 40), join(1, 1, 20)]
+        assert cache.length.tolist() == [40, 20]
+        torch.testing.assert_close(outs, [whole[:1, :40], whole[1:2, :20]])
+        for step in range(4):
+            out = layer(torch.stack((hidden[0, 40 + step], hidden[1, 20 + step]))[:, None], cache=cache)
+            torch.testing.assert_close(out[:, 0], torch.stack((whole[0, 40 + step], whole[1, 20 + step])))
+        leave(0)
+        torch.testing.assert_close(join(0, 2, 50), whole[2:, :50])
+        assert not free
+        out = layer(torch.stack((hidden[2, 50], hidden[1, 24]))[:, None], cache=cache)
+        torch.testing.assert_close(out[:, 0], torch.stack((whole[2, 50], whole[1, 24])))
+        cache.rewind(torch.tensor([1, 3], dtype=torch.int32))
+        out = layer(torch.stack((hidden[2, 50], hidden[1, 22]))[:, None], cache=cache)
+        torch.testing.assert_close(out[:, 0], torch.stack((whole[2, 50], whole[1, 22])))
+
+
+def test_pages_that_cannot_be():
+    layer = layer_of(local_heads=0).eval()
+    cache, hidden = layer.new_cache(2, 40, pages=4, page_size=16), tensor((2, 20, 32), 0, torch.float64)
+    cache.page_table[:, :2] = torch.tensor([[0, 1], [2, 4]])
+    assert cache.max_length == 48
+    assert cache.nbytes == 4 * 2 * (3 + 1) + 8 * 5 * 16 * 4 * (8 + 8 + 8)
+    with torch.no_grad():
+        with pytest.raises(
+            ValueError, match=r"cache\.page_table: expected the numbers of pages below 4 .* got none for sequence 1"
+        ):
+            layer(hidden, cache=cache)
+        assert cache.length.tolist() == [0, 0]
+        layer(hidden[:, :16], cache=cache)
+        with pytest.raises(ValueError, match="cache: expected one without pages, got one with them"):
+            cache.reorder(torch.tensor([1, 0]))
+        cache.page_table = cache.page_table.long()
+        with pytest.raises(TypeError, match=r"cache\.page_table: expected dtype int32"):
+            layer(hidden[:, 16:17], cache=cache)
+    table, length = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    for given, words in (
+        ((table[0], length), r"page_table: expected 2 dimensions \[b, n\]"),
+        ((table, length.expand(2)), r"length: expected \[b\] with b=1, got \[2\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cache.on_pages(*given)
+    with pytest.raises(ValueError, match="cache: expected one with pages and without local heads, got one without pages"):
+        layer.new_cache(2, 40).on_pages(table, length)
+    with pytest.raises(ValueError, match="got one with local heads"):
+        layer_of().new_cache(2, 40, pages=4).on_pages(table, length)
+    with pytest.raises(ValueError, match="page_size: expected a multiple of 16, got 8"):
+        layer.new_cache(2, 40, pages=4, page_size=8)
+    with pytest.raises(ValueError, match="pages: expected its default with lifetime_window"):
+        layer_of(lifetime_window=11).new_cache(2, pages=4)
 
 
 @pytest.mark.parametrize("options", [{}, RECIPES[3]], ids=len)
@@ -326,6 +423,23 @@ def test_a_call_that_is_refused_changes_nothing(local_heads):
         assert cache.streaming is None or cache.streaming.next_positions(1).tolist() == [[0], [0]]
 
 
+@BOTH_CACHES
+@pytest.mark.parametrize("local_heads", [0, "half"])
+def test_a_compiled_call_without_room_takes_nothing_in(make, local_heads):
+    """Where nobody can be told: the sequence goes on as if the call had not been."""
+    layer, hidden = layer_of(local_heads=local_heads).eval(), tensor((1, 50, 32), 0, torch.float64)
+    cache = make(layer, 1, 32)
+    step = torch.compile(lambda given: layer(given, cache=cache), backend="eager")
+    with torch.no_grad():
+        whole = layer(hidden)
+        step(hidden[:, :30])
+        step(hidden[:, 30:50])
+        assert cache.length.tolist() == [30]
+        out = torch.cat([step(hidden[:, place : place + 1]) for place in (30, 31)], 1)
+        torch.testing.assert_close(out, whole[:, 30:32])
+        assert cache.next_positions(1).tolist() == [[32]]
+
+
 def test_the_loss_of_no_tokens_is_zero():
     layer = layer_of()
     out, loss = layer(tensor((2, 0, 32), 0, torch.float64), with_index_loss=True)
@@ -334,14 +448,16 @@ def test_the_loss_of_no_tokens_is_zero():
     assert loss.item() == 0
 
 
-def test_a_step_compiles_once_and_reads_no_length():
+@BOTH_CACHES
+def test_a_step_compiles_once_and_reads_no_length(make):
     layer = layer_of(torch.float32).eval()
-    assert_step_compiles_once(layer, tensor((2, 20, 32), 0), layer.new_cache(2, 20))
+    assert_step_compiles_once(layer, tensor((2, 20, 32), 0), make(layer, 2, 20))
 
 
-def test_a_cache_moves_and_is_saved_with_its_state():
+@BOTH_CACHES
+def test_a_cache_moves_and_is_saved_with_its_state(make):
     layer, hidden = layer_of().eval(), tensor((2, 20, 32), 0, torch.float64)
-    cache, other = layer.new_cache(2, 20), layer.new_cache(2, 20)
+    cache, other = make(layer, 2, 20), make(layer, 2, 20)
     with torch.no_grad():
         layer(hidden[:, :15], cache=cache)
         other.load_state_dict(cache.state_dict())
@@ -349,7 +465,7 @@ def test_a_cache_moves_and_is_saved_with_its_state():
     streaming = cache.streaming.key.shape[2]
     assert streaming == 3
     assert cache.nbytes > 0
-    assert cache.max_length == 20
+    assert cache.max_length == (20 if make is reserved else 48)
 
 
 def test_projections_are_named_and_select_alike():
@@ -447,7 +563,8 @@ def test_layers_that_cannot_be(options, error, words):
     [
         ({"groups": 2}, "groups"), ({"groups": True}, "groups"),
         ({"groups": 1.0}, "groups"), ({"rotary_factor": 1.5}, "rotary_factor"), ({"recency": 0.0}, "recency"),
-        ({"local_heads": -1}, "local_heads"), ({"queries": 0}, "queries"), ({"last": 2.0}, "last"),
+        ({"local_heads": -1}, "local_heads"), ({"queries": 0}, "queries"), ({"last": 2.0}, "last"), ({"index_dim": 12}, "index_dim"),
+        ({"index_heads": 129}, "index_heads"), ({"block_size": 3}, "block_size"), ({"block_score": "sum"}, "block_score"),
     ],
 )  # fmt: skip
 def test_recipes_that_cannot_be(fields, words):

@@ -85,7 +85,8 @@ PUBLIC = {
     "Dv not a multiple of 8": (lambda: attend(value=V[..., :4]), ValueError, "value: expected a last dimension that is a multiple of 8 up to 256, got 4"),
     "too long": (lambda: attend(Q[:1, :1].expand(1, 1, 10, 16), K[:1, :1, :1].expand(1, 1, (1 << 20) + 1, 16), V[:1, :1, :1].expand(1, 1, (1 << 20) + 1, 8)), ValueError, "expected lengths up to 1048576, got Sq=10, Sk=1048577"),
     # mask
-    "mask of floats": (lambda: attend(mask=torch.ones(10, 12)), TypeError, "mask: expected dtype bool, got float32"),
+    "mask of floats": (lambda: attend(mask=torch.ones(10, 12)), TypeError, "mask: expected dtype bool, got float32; bias= takes what is added"),
+    "mask of lists": (lambda: attend(mask=torch.zeros(10, 3).long()), TypeError, "mask: expected dtype bool, got int64; lists of keys are an IndexMask"),
     "mask is a list": (lambda: attend(mask=[[True]]), TypeError, "mask: expected an IntervalMask, a BlockMask, an IndexMask, an intersection of such or a bool tensor, got list"),
     "mask does not broadcast": (lambda: attend(mask=torch.ones(10, 11, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [10, 11]"),
     "mask of 3 heads": (lambda: attend(mask=torch.ones(3, 10, 12, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [3, 10, 12]"),

@@ -345,3 +345,14 @@ def test_groups_may_have_several_key_heads():
         for g in range(2)
     ]  # fmt: skip
     torch.testing.assert_close(dmattn.index_loss(index_query, index_key, weights, query, key, mask=mask), sum(of_groups) / 2)
+    ends = torch.tensor([[[*[4] * 4, *[9] * 5], [*[6] * 6, *[9] * 3]]], dtype=torch.int32)
+    base = IntervalMask(torch.zeros_like(ends), ends)  # documents of each group
+    of_groups = [
+        dmattn.index_loss(
+            *(given[:, g : g + 1] for given in (index_query, index_key, weights)), query[:, 4 * g : 4 * g + 4], key[:, 2 * g : 2 * g + 2],
+            mask=mask._replace(indices=mask.indices[:, g : g + 1]), base=IntervalMask(base.start[:, g : g + 1], ends[:, g : g + 1]),
+        )
+        for g in range(2)
+    ]  # fmt: skip
+    loss = dmattn.index_loss(index_query, index_key, weights, query, key, mask=mask, base=base)
+    torch.testing.assert_close(loss, sum(of_groups) / 2)

@@ -349,6 +349,13 @@ def test_vmap(device, dtype):
         assert torch.equal(got, torch.stack(each))
 
 
+def test_positions_far_away_choose_as_those_behind_all_keys():
+    given = tensor((1, 1, 5, 2, 8), 0), tensor((1, 1, 9, 8), 1), tensor((1, 1, 5, 2), 2)
+    expected = dmattn.index_top_k(*given, 3, query_offset=20).indices
+    for far in (2**31 - 2, torch.tensor(2**40)):
+        assert torch.equal(dmattn.index_top_k(*given, 3, query_offset=far).indices, expected)
+
+
 def test_a_pool_without_pages():
     query, weights, pages = tensor((1, 1, 1, 2, 8), 0), tensor((1, 1, 1, 2), 1), torch.zeros(0, 16, 1, 8)
     table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)

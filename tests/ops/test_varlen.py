@@ -11,7 +11,7 @@ import warnings
 import dmattn
 import pytest
 import torch
-from dmattn import IntervalMask, checks, varlen
+from dmattn import IndexMask, IntervalMask, checks, varlen
 from dmattn.compat import flash_attn
 from dmattn.testing import AttentionCase, assert_matches_reference, strategies, top_k_visible
 from dmattn_bench.two_ways import assert_same_by_another_way
@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from programs import assert_compiles_once, assert_exports
 from torch.export import Dim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 tensor = strategies.random_tensor
 
@@ -422,6 +423,25 @@ def in_parts(**changes):
         varlen.Rules(False, changes.get("mask"), None, None, 0, 0, changes.get("bias"), None, None, 0.0, 0.0, None, False),
         changes.get("longest", 10),
     )
+
+
+def test_windows_longer_than_the_keys_need_no_more_memory():
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            result = function(*arguments, **(options or {}))
+            for each in result if isinstance(result, tuple | list) else [result]:
+                self.numel = max(self.numel, each.numel() if isinstance(each, torch.Tensor) else 0)
+            return result
+
+    outs = []
+    for windows in (26, 2**20):
+        mask = IndexMask(torch.zeros(20, 1, dtype=torch.int32), local=windows, sink_keys=windows)
+        with Largest() as largest:
+            outs.append(dmattn.varlen_attention(Q, K, V, ENDS_Q, ENDS_K, mask=mask))
+        assert largest.numel < 2**12
+    assert torch.equal(*outs)
 
 
 BAD = {

@@ -58,7 +58,8 @@ def group_of(mesh: object, group: object) -> dist.ProcessGroup:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group: expected a group that this rank is a member of, got one without it")
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group: expected a torch.distributed.ProcessGroup, got {checks.type_of(group)}")
+        instead = "; give mesh.get_group()" if isinstance(group, DeviceMesh) else ""
+        raise TypeError(f"group: expected a torch.distributed.ProcessGroup, got {checks.type_of(group)}{instead}")
     if not torch.compiler.is_compiling() and dist.get_rank(group) < 0:
         raise ValueError("group: expected a group that this rank is a member of, got one without it")
     return group

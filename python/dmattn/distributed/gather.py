@@ -10,6 +10,13 @@ from torch import Tensor
 from torch.distributed import _functional_collectives
 
 from dmattn.distributed.agreement import DTYPES, all_gather_ints
+from dmattn.distributed.chunks import Chunks, group_of
+from dmattn.distributed.values import compare
+from dmattn.masks import IntervalMask
+from dmattn.masks.interval import check_base
+
+DTYPE = "dtype of hidden_states"
+BASE = "length of base (0 none)"
 
 # Newer releases of torch have another name for it.
 _all_gather: Any = (
@@ -23,22 +30,40 @@ def gather_sequence(chunk: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
     return whole.movedim(0, dim)
 
 
-def check_chunks(chunk: Tensor, group: dist.ProcessGroup) -> None:
-    """Refuses chunks [B, S, E] that differ between ranks, on every rank, because what they exchange would not fit.
+def check_ranks(chunk: Tensor, group: object, alike: dict[str, int], base: IntervalMask | None = None) -> dist.ProcessGroup:
+    """Refuses calls that differ between ranks, on every rank: what they exchange would not fit, or would be of two different calls.
 
-    It is one small exchange between hosts. Compiled calls are not compared.
+    It is one small exchange between hosts. Compiled calls compare ``base`` alone.
+
+    Args:
+        chunk: [B, S, E]; B, S and the dtype are compared.
+        group: what the caller gave as group.
+        alike: more numbers that have to be the same, by their names.
+        base: values that have to be the same, compared on their device in a second exchange.
+
+    Returns:
+        The group.
 
     Raises:
-        ValueError: ranks differ in B, S or dtype.
+        TypeError: group is no ProcessGroup, or base no IntervalMask.
+        ValueError: ranks differ, or the group is one without this rank. For ``base`` a RuntimeError where the host cannot read the values.
     """
-    if torch.compiler.is_compiling() or dist.get_world_size(group) == 1:
-        return
-    everyone = all_gather_ints(group, [*chunk.shape[:2], DTYPES.index(chunk.dtype)])
-    for name, *values in zip(("B", "S", "dtype"), *everyone, strict=True):
-        shown = [DTYPES[value] if name == "dtype" else value for value in values]
-        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            raise ValueError(
-                f"hidden_states: expected [B, S, E] with the same {name} on every rank, got {shown[0]} on rank 0 and {shown[other]} on"
-                f" rank {other}"
-            )
+    ranks = group_of(None, group)
+    if base is not None:
+        check_base(base)
+    size = dist.get_world_size(ranks)
+    if size == 1:
+        return ranks
+    if not torch.compiler.is_compiling():
+        shape = {f"{name} of hidden_states [B, S, E]": length for name, length in zip("BS", chunk.shape, strict=False)}
+        given = shape | {DTYPE: DTYPES.index(chunk.dtype)} | alike | {BASE: 0 if base is None else base.end.shape[-1]}
+        for name, *values in zip(given, *all_gather_ints(ranks, list(given.values())), strict=True):
+            other = next((rank for rank, value in enumerate(values) if value != values[0]), 0)
+            if other:
+                shown = [DTYPES[value] if name == DTYPE else value for value in values]
+                raise ValueError(
+                    f"{name}: expected the same on every rank, got {shown[0]} on rank 0 and {shown[other]} on rank {other}"
+                )
+    if base is not None:
+        compare({"base": base}, base.end, Chunks(ranks.group_name, ranks.rank(), [chunk.shape[1]] * size), None)
+    return ranks

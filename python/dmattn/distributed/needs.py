@@ -148,9 +148,11 @@ def digest(mask: IntervalMask) -> Tensor:
 
 
 def weighed(numbers: Tensor) -> Tensor:
-    """A sum of integers, each times a factor that depends on its place."""
+    """A sum of integers, each mixed with its place by the steps of a 64-bit hash (splitmix64's, without their last)."""
     flat = numbers.long().flatten()
-    return (flat * (torch.arange(1, flat.shape[0] + 1, device=flat.device) % 65_521)).sum()
+    mixed = flat + torch.arange(1, flat.shape[0] + 1, device=flat.device) * -0x61C8864680B583EB
+    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
+    return (mixed ^ (mixed >> 27)).sum()
 
 
 def slots_from_mask(mask: IntervalMask, chunks: Chunks, kv_heads: int) -> list[int]:

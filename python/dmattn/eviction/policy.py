@@ -110,7 +110,8 @@ class Policy:
 
     def keeps(self, seen: Seen) -> Tensor:
         """The decision: bool [B, Hkv, N], which keys stay."""
-        rank = checks.tensor("rank", self.rank(seen), checks.DTYPES["cpu"])
+        batch, heads, keys = seen.position.shape
+        rank = checks.shaped("rank", self.rank(seen), "[B, Hkv, N]", checks.DTYPES["cpu"], B=batch, Hkv=heads, N=keys)
         rank = torch.where(seen.is_key & ~rank.isnan(), rank.clamp(max=torch.finfo(rank.dtype).max), -torch.inf)
         length = seen.length.view(-1, 1, 1) if isinstance(seen.length, Tensor) else seen.length
         is_forced = (seen.position < self.sink_keys) | (seen.position >= length - self.local)

@@ -171,7 +171,8 @@ class IndexMask(MaskData):
         checks.instance("base", base, IntervalMask | None, "an IntervalMask")
         if base is not None and not base.serves(keys):
             raise ValueError(f"base: expected a mask for {keys} keys, got one for {base.key_length}")
-        offset = keys - queries if query_offset is None else bounds.position("query_offset", query_offset, scores.device)
+        batch = None if scores.shape[0] == 1 else scores.shape[0]
+        offset = keys - queries if query_offset is None else bounds.position("query_offset", query_offset, scores.device, batch)
         if isinstance(offset, Tensor):
             offset = offset.view(-1, 1, 1, 1)
         scores = scores.detach()
@@ -205,7 +206,12 @@ class IndexMask(MaskData):
                 f"other: expected an index mask with local={self.local} and sink_keys={self.sink_keys}, since lists cannot say the "
                 f"intersection of two windows, got local={other.local} and sink_keys={other.sink_keys}"
             )
-        own, others = _alike([self, other], "other")
+        _check_queries([self, other], "other")
+        unit = min(self.block_size, other.block_size)
+        own, others = (
+            mask if mask.block_size == unit else mask._replace(indices=narrow(mask.keys(unit)), block_size=unit)
+            for mask in (self, other)
+        )
         listed = own.indices.shape[3]
         a, b = _of_one_length([own.indices, others.indices])
         a, b = same_heads(a, b, "other")
@@ -296,10 +302,10 @@ class IndexMask(MaskData):
     def _cat(cls, masks: Sequence[IndexMask]) -> IndexMask:
         first = masks[0]
         for mask in masks:
-            for name in ("is_causal", "local", "sink_keys"):
+            for name in cls.CONSTANTS:
                 if getattr(mask, name) != getattr(first, name):
                     raise ValueError(f"masks: expected one {name}, got {getattr(first, name)} and {getattr(mask, name)}")
-        masks = _alike(masks, "masks")
+        _check_queries(masks, "masks")
         lists = _of_one_length([mask.indices for mask in masks])
         joined = join_batches("masks", lists, [mask.shape[0] for mask in masks], lists[0].shape[2:])
         return masks[0]._replace(indices=joined)
@@ -319,15 +325,12 @@ def narrow(given: Tensor) -> Tensor:
     return given.clamp(NONE, bounds.FOREVER).to(torch.int32)
 
 
-def _alike(masks: Sequence[IndexMask], name: str) -> list[IndexMask]:
-    """The masks with blocks of one size, the smallest; refuses other numbers of queries than the first's."""
-    first, unit = masks[0], min(mask.block_size for mask in masks)
+def _check_queries(masks: Sequence[IndexMask], name: str) -> None:
+    """Refuses other numbers of queries than the first's."""
+    first = masks[0]
     for mask in masks:
         if not mask.fits(first.query_length):
             raise ValueError(f"{name}: expected index masks for Sq={first.query_length} queries, got one for {mask.query_length}")
-    return [
-        mask if mask.block_size == unit else mask._replace(indices=narrow(mask.keys(unit)), block_size=unit) for mask in masks
-    ]
 
 
 def _of_one_length(lists: Sequence[Tensor]) -> list[Tensor]:

@@ -14,14 +14,14 @@ from dmattn.masks import IntervalMask
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer, check_cache_of_layer
 from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.projections import RotatedProjections
-from dmattn.nn.recipe import ScoreRecipe, recommended_sizes
+from dmattn.nn.recipe import ScoreRecipe, recommended_sizes, refuse_fields
 from dmattn.nn.scores import explored, of_selecting_heads, slopes_of, with_recency
 from dmattn.renamed import HidesOldNames, renamed, renamed_attribute, with_new_names
 from dmattn.sharding import own_part
 
 if torch.distributed.is_available():
     from dmattn.distributed.attention import context_parallel_attention
-    from dmattn.distributed.gather import check_chunks, gather_sequence
+    from dmattn.distributed.gather import check_ranks, gather_sequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -137,6 +137,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         Raises:
             TypeError, ValueError: as the constructor, or visible is no multiple of 4, or there is one key head alone.
         """
+        refuse_fields(ScoreRecipe, options)
         sizes = recommended_sizes(num_heads, num_kv_heads, visible, local_part=4, local_heads="half")
         chosen: dict[str, Any] = {**sizes, "recipe": ScoreRecipe()}
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
@@ -317,7 +318,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         """:meth:`forward` of this rank's chunk of a sequence."""
         if not self.is_causal:
             raise ValueError("group: expected a causal layer, got one with is_causal=False")
-        check_chunks(hidden_states, group)
+        group = check_ranks(hidden_states, group, self._alike() | {"with_score_loss": int(with_score_loss)})
         length = hidden_states.shape[1]
         first = group.rank() * length
         positions = torch.arange(first, first + length, device=hidden_states.device)[None]

@@ -23,12 +23,12 @@ from dmattn.nn.indexer import Indexer, IndexProjections
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer, check_cache_of_layer
 from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.projections import RotatedProjections
-from dmattn.nn.recipe import IndexRecipe, recommended_sizes
+from dmattn.nn.recipe import IndexRecipe, recommended_sizes, refuse_fields
 from dmattn.nn.scores import drawn_rows, explored, recency_of, slopes_of, with_dense_rows, with_recency
 from dmattn.sharding import any_sharded
 
 if torch.distributed.is_available():  # torch can be built without it
-    from dmattn.distributed.gather import check_chunks, gather_sequence
+    from dmattn.distributed.gather import check_ranks, gather_sequence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -134,7 +134,6 @@ class IndexedAttention(RotatedProjections):
         self.groups = num_kv_heads - self.local_heads if recipe.groups == "heads" else recipe.groups
         self.indexer: Indexer | None = None
         if self.groups:
-            checks.positive_int("block_size", recipe.block_size)
             if window % recipe.block_size:
                 raise ValueError(f"window: expected a multiple of block_size={recipe.block_size}, got {window}")
             self.indexer = Indexer(
@@ -148,6 +147,12 @@ class IndexedAttention(RotatedProjections):
             nn.init.zeros_(self.lifetime_proj.weight)
         self._add_slopes(recipe.recency, device, dtype)
         self.o_proj = linear(num_heads * head_dim, embed_dim)
+
+    def _alike(self) -> dict[str, int]:
+        recipe = self.recipe
+        numbers = {"groups": self.groups, "training": int(self.training)}
+        numbers |= {"index_heads": recipe.index_heads, "index_dim": recipe.index_dim, "block_size": recipe.block_size}
+        return super()._alike() | numbers
 
     def _check_lifetimes(self, lifetime_window: int) -> None:
         recipe = self.recipe
@@ -184,9 +189,9 @@ class IndexedAttention(RotatedProjections):
         Raises:
             TypeError, ValueError: as the constructor, or visible is no multiple of 4 or too small for a block.
         """
+        refuse_fields(IndexRecipe, options)
         recipe = options.get("recipe")
         recipe = recipe if isinstance(recipe, IndexRecipe) else IndexRecipe()
-        checks.positive_int("block_size", recipe.block_size)
         chosen = recommended_sizes(num_heads, num_kv_heads, visible, local_part=2, local_heads=recipe.local_heads)
         chosen["window"] -= chosen["window"] % recipe.block_size
         if chosen["window"] == 0 and "window" not in options:
@@ -246,7 +251,7 @@ class IndexedAttention(RotatedProjections):
         if self.lifetime_window is not None:
             unfit = {"group": given["group"], "index_mask": index_mask is not None}
             unfit["return_index_mask"] = return_index_mask and cache is not None
-            self._refuse(unfit, unfit, "lifetime_window")
+            self._refuse(unfit, unfit, "lifetime_window" if cache is None else "lifetime_window and a cache")
         if cache is not None:
             self._refuse(given, given, "a cache, whose sequences and positions are its own")
             out, lists = self._generate(hidden_states, cache, index_mask, lengths, padding_side)
@@ -260,7 +265,7 @@ class IndexedAttention(RotatedProjections):
             position_ids = checked_positions(position_ids, hidden_states)
             base = documents_of(position_ids, True) if base is None else base
         index = None if index_mask is not None or self.indexer is None else self.indexer(hidden_states)
-        chunk, index = self._chunk(hidden_states, index, base, position_ids, rotation, group)
+        chunk, index = self._chunk(hidden_states, index, base, position_ids, rotation, group, with_index_loss)
         if index is not None and self.indexer is not None:
             chunk = self._with_lifetimes(hidden_states, chunk)
             seen = base if chunk.living is None else chunk.living
@@ -280,12 +285,12 @@ class IndexedAttention(RotatedProjections):
 
     def _chunk(
         self, hidden_states: Tensor, index: IndexProjections | None, base: IntervalMask | None, position_ids: Tensor | None,
-        rotation: tuple[Tensor, Tensor] | None, group: ProcessGroup | None,
+        rotation: tuple[Tensor, Tensor] | None, group: ProcessGroup | None, with_loss: bool,
     ) -> tuple[Chunk, IndexProjections | None]:  # fmt: skip
         """Queries of this rank, keys and values of all, and the indexer's projections likewise."""
         length, first = hidden_states.shape[1], None
         if group is not None:
-            check_chunks(hidden_states, group)
+            group = check_ranks(hidden_states, group, self._alike() | {"with_index_loss": int(with_loss)}, base)
             first = group.rank() * length
             position_ids = torch.arange(first, first + length, device=hidden_states.device)[None]
         query, key, value = self.projected(hidden_states, position_ids if rotation is None else None, rotation=rotation)
@@ -378,7 +383,7 @@ class IndexedAttention(RotatedProjections):
     # Generation -------------------------------------------------------------------------------------------------------------------
 
     def new_cache(
-        self, batch_size: int, max_length: int | None = None, *, rewind: int = 0
+        self, batch_size: int, max_length: int | None = None, *, rewind: int = 0, pages: int | None = None, page_size: int = 64
     ) -> IndexedCache | BoundedCache | MixedCache:
         """An empty cache for generating with this layer, on its device and in its dtype; with ``lifetime_window`` one of fixed size, a
         :class:`MixedCache`, or a :class:`dmattn.BoundedCache` without local heads.
@@ -387,6 +392,7 @@ class IndexedAttention(RotatedProjections):
             batch_size: number of sequences B.
             max_length: tokens that a sequence can have; without effect with ``lifetime_window``.
             rewind: number of latest tokens that can be taken back.
+            pages, page_size: as of :class:`IndexedCache`, whose memory then grows with its tokens; not with ``lifetime_window``.
 
         Raises:
             TypeError, ValueError: as :class:`IndexedCache`.
@@ -400,13 +406,15 @@ class IndexedAttention(RotatedProjections):
         }
         common |= {"dtype": weight.dtype, "device": weight.device}
         if self.lifetime_window is not None:
+            self._refuse({"pages": pages is not None}, ("pages",), "lifetime_window, whose cache does not grow")
             heads = (self.num_kv_heads, self.local_heads)
             return cache_of_layer(batch_size, *heads, self.lifetime_window, self.head_dim, **common)
         if max_length is None:
             raise ValueError("max_length: expected a number of tokens for a layer without lifetime_window, got None")
         return IndexedCache(
-            batch_size, self.num_kv_heads, max_length, self.head_dim, local_heads=self.local_heads, groups=self.groups, **common
-        )
+            batch_size, self.num_kv_heads, max_length, self.head_dim, local_heads=self.local_heads, groups=self.groups, pages=pages,
+            page_size=page_size, **common,
+        )  # fmt: skip
 
     def _generate(
         self, hidden_states: Tensor, cache: IndexedCache | BoundedCache | MixedCache, index_mask: IndexMask | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from dmattn.cache import (
     tokens_back,
 )
 from dmattn.cache_loaded import check_same_lengths
-from dmattn.decode import MAX_QUERIES, decode_attention
+from dmattn.decode import MAX_QUERIES, PAGE_UNIT, decode_attention
 from dmattn.masks import IndexMask
 from dmattn.nn.indexer import Indexer, IndexProjections
 from dmattn.unsupported import scripting_refused
@@ -34,21 +35,30 @@ class IndexedCache(nn.Module):
     query may choose any of them. The state lies in buffers of fixed size, and no call waits for the device. Sequences may have different
     lengths; they leave and join by :meth:`reset`, or by ``lengths`` of 0.
 
+    With ``pages`` sequences take memory as they grow, from a pool of pages. Which pages a sequence has is the caller's to say, in
+    ``page_table``, before tokens come that need them; no two sequences write to the same page. Layers may share one table
+    (``cache.page_table = other.page_table``). Calls of up to 16 tokens read keys and values where they lie. Longer ones, and the choice among
+    index keys, gather all pages of the table: for a long prompt give the sequence alone, by :meth:`on_pages`.
+
     Args:
         batch_size: number of sequences B.
         num_kv_heads: key heads Hkv.
-        max_length: tokens N that a sequence can have.
+        max_length: tokens N that a sequence can have; with pages rounded up to whole ones.
         head_dim: size D of keys and values, a multiple of 8 up to 256.
         local_heads, local, sink_keys: as of the layer.
         groups, index_dim: lists of the layer's indexer, 0 for none, and the size Di of its keys.
         rewind: number of latest tokens that :meth:`rewind` can take back; all of them without local_heads.
+        pages: number of pages P in the pool; None: memory for ``max_length`` tokens of every sequence.
+        page_size: tokens of a page, a multiple of 16.
         dtype: of keys and values; default torch's.
         device: of all tensors.
 
     Attributes:
         key: [B, Hkv - local_heads, N + 1, D]; a token's place is its position, the last place is for tokens for which there is no room.
-        value: [B, Hkv - local_heads, N + 1, D], likewise.
-        index_key: [B, G, N + 1, Di].
+            With pages [P + 1, page_size, Hkv - local_heads, D], likewise with a last page.
+        value: likewise.
+        index_key: [B, G, N + 1, Di] or [P + 1, page_size, G, Di].
+        page_table: int32 [B, N / page_size], the pages of each sequence in order, -1 for none; None without pages.
         length: int32 [B], how many tokens of each sequence were taken in.
         streaming: the cache of the local heads, or None.
 
@@ -60,6 +70,7 @@ class IndexedCache(nn.Module):
     value: Tensor
     index_key: Tensor
     length: Tensor
+    page_table: Tensor | None
 
     def __init__(
         self,
@@ -74,6 +85,8 @@ class IndexedCache(nn.Module):
         groups: int = 1,
         index_dim: int = 32,
         rewind: int = 0,
+        pages: int | None = None,
+        page_size: int = 64,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -90,11 +103,40 @@ class IndexedCache(nn.Module):
             self.streaming = BoundedCache(
                 batch_size, local_heads, 0, head_dim, local=local, sink_keys=sink_keys, rewind=rewind, **options
             )
-        rows = (max_length + 1, head_dim)
-        self.register_buffer("key", torch.zeros(batch_size, num_kv_heads - local_heads, *rows, **options))
+        heads, table = num_kv_heads - local_heads, None
+        if pages is None:
+            shapes = [(batch_size, of, max_length + 1, size) for of, size in ((heads, head_dim), (groups, index_dim))]
+        else:
+            checks.each(checks.positive_int, pages=pages, page_size=page_size)
+            if page_size % PAGE_UNIT:
+                raise ValueError(f"page_size: expected a multiple of {PAGE_UNIT}, got {page_size}")
+            shapes = [(pages + 1, page_size, of, size) for of, size in ((heads, head_dim), (groups, index_dim))]
+            table = torch.full((batch_size, -(-max_length // page_size)), -1, dtype=torch.int32, device=device)
+        self.register_buffer("key", torch.zeros(*shapes[0], **options))
         self.register_buffer("value", torch.zeros_like(self.key))
-        self.register_buffer("index_key", self.key.new_zeros(batch_size, groups, max_length + 1, index_dim))
+        self.register_buffer("index_key", torch.zeros(*shapes[1], **options))
         self.register_buffer("length", torch.zeros(batch_size, dtype=torch.int32, device=device))
+        self.register_buffer("page_table", table)
+
+    def on_pages(self, page_table: Tensor, length: Tensor) -> IndexedCache:
+        """A cache of other sequences on the same pages, for a batch of another size or a prompt alone.
+
+        Args:
+            page_table: int32 [b, n], as :attr:`page_table`, for up to ``n * page_size`` tokens.
+            length: int32 [b], how many tokens each of them has. Calls write to it.
+
+        Raises:
+            TypeError, ValueError: a wrong type, shape or device, or a cache without pages or with local heads, which keep their own keys.
+        """
+        if self.page_table is None or self.streaming is not None:
+            what = "without pages" if self.page_table is None else "with local heads"
+            raise ValueError(f"cache: expected one with pages and without local heads, got one {what}")
+        like = (self.length, "the cache")
+        batch, _ = checks.shaped("page_table", page_table, "[b, n]", (torch.int32,), *like).shape
+        other = copy.copy(self)
+        tables = {"page_table": page_table, "length": checks.shaped("length", length, "[b]", (torch.int32,), *like, b=batch)}
+        other._buffers = {**self._buffers, **tables}
+        return other
 
     # Use --------------------------------------------------------------------------------------------------------------------------
 
@@ -126,18 +168,17 @@ class IndexedCache(nn.Module):
             out [B, H, T, D], 0 for tokens that are not real, and the lists of the heads that select.
 
         Raises:
-            TypeError, ValueError: a wrong type, shape or device. On a CPU, more tokens than ``max_length``; elsewhere such a sequence becomes
-                empty.
+            TypeError, ValueError: a wrong type, shape or device. On a CPU, tokens for which there is no room or no page; on a GPU or compiled
+                such a sequence takes none of the call's tokens in, its length stays, and its output means nothing.
         """
         self._check(query, key, value, index)
         tokens, first = query.shape[2], 0 if self.streaming is None else self.streaming.num_kv_heads
         check_side(padding_side)
         if lengths is not None:
-            checks.per_sequence("lengths", lengths, self.key, "the cache")
+            checks.per_sequence("lengths", lengths, self.length, "the cache")
         real = torch.full_like(self.length, tokens) if lengths is None else lengths.clamp(0, tokens)
-        fits = self.length + real <= self.max_length
-        if checks.values_are_known(fits) and not bool(fits.all()):
-            raise ValueError(f"cache: expected room for all tokens, got sequences longer than max_length={self.max_length}")
+        places = self._places(tokens)
+        fits = self._fits(places, real)
         query, key, value = (given.to(self.key.dtype) for given in (query, key, value))
         group = query.shape[1] // key.shape[1]
         of_streaming = (query[:, : first * group], key[:, :first], value[:, :first])
@@ -150,10 +191,10 @@ class IndexedCache(nn.Module):
             if isinstance(chooser, IndexMask):
                 chooser = chooser._replace(indices=rolled(chooser.indices.expand(self.batch_size, -1, -1, -1), shift))
         is_real = None if lengths is None else torch.arange(tokens, device=key.device) < real[:, None]
-        self._write(key, value, index, is_real)
-        after = torch.where(fits, self.length + real, 0)
+        self._write(places, key, value, index, is_real)
+        after = torch.where(fits, self.length + real, self.length)
         mask = self._lists(index, chooser, after)
-        out = self._attended(query, mask, None if slopes is None else slopes[first:], softcap, lengths is None)
+        out = self._attended(query, mask, None if slopes is None else slopes[first:], softcap, lengths is None, after)
         if is_real is not None:
             out = torch.where(is_real[:, None, :, None], out, 0.0)
         if is_left:
@@ -165,7 +206,8 @@ class IndexedCache(nn.Module):
                 "softcap": softcap,
                 "select_only": True,
             }
-            local = self.streaming.attend(*of_streaming, lengths=lengths, padding_side=padding_side, **options)
+            taken = lengths if checks.values_are_known(fits) else torch.where(fits, real, 0)
+            local = self.streaming.attend(*of_streaming, lengths=taken, padding_side=padding_side, **options)
             out = torch.cat((local, out), 1)
         self.length.copy_(after)  # last, so that a call that is refused changes nothing
         return out, mask
@@ -174,8 +216,8 @@ class IndexedCache(nn.Module):
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, index: IndexProjections | None) -> None:
         """Refuses tensors that do not belong together or to the cache."""
-        batch, groups, _, index_dim = self.index_key.shape
-        kv_heads, head_dim, like = self.num_kv_heads, self.key.shape[3], (self.key, "the cache")
+        groups, index_dim = self._heads_of(self.index_key), self.index_key.shape[3]
+        batch, kv_heads, head_dim, like = self.batch_size, self.num_kv_heads, self.key.shape[3], (self.key, "the cache")
         _, heads, tokens, _ = checks.shaped("query", query, "[B, H, T, D]", (), *like, B=batch, D=head_dim).shape
         if heads % kv_heads:
             raise ValueError(f"query: expected [B, H, T, D] with a multiple H of Hkv={kv_heads}, got {checks.shape_of(query)}")
@@ -188,21 +230,54 @@ class IndexedCache(nn.Module):
             raise ValueError(f"cache: expected one with {given_groups} groups of index keys like the layer, got {groups}")
         if index is not None:
             checks.shaped("index.key", index.key, "[B, G, T, Di]", (), *like, B=batch, G=groups, T=tokens, Di=index_dim)
+        if self.page_table is not None:
+            checks.shaped("cache.page_table", self.page_table, "[B, n]", (torch.int32,), *like, B=batch)
 
-    def _write(self, key: Tensor, value: Tensor, index: IndexProjections | None, is_real: Tensor | None) -> None:
+    def _heads_of(self, buffer: Tensor) -> int:
+        return buffer.shape[1 if self.page_table is None else 2]
+
+    def _places(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Where the next T tokens go: sequence and place, or page and row of it, int64 [B, T]; the last place or page where there is none."""
+        position = self.length[:, None] + torch.arange(tokens, device=self.length.device)
+        if self.page_table is None:
+            sequence = torch.arange(self.batch_size, device=position.device)[:, None]
+            return sequence.expand_as(position), position.clamp(max=self.max_length).long()
+        pages, page_size = self.key.shape[0] - 1, self.key.shape[1]
+        page = self.page_table.gather(1, (position.clamp(max=self.max_length - 1) // page_size).long())
+        is_there = (page >= 0) & (page < pages) & (position < self.max_length)
+        return torch.where(is_there, page, pages).long(), (position % page_size).long()
+
+    def _fits(self, places: tuple[Tensor, Tensor], real: Tensor) -> Tensor:
+        """bool [B]: whether there is room for the real tokens of each sequence, as many as ``real`` [B] says."""
+        fits = self.length + real <= self.max_length
+        if checks.values_are_known(fits) and not bool(fits.all()):
+            raise ValueError(f"cache: expected room for all tokens, got sequences longer than max_length={self.max_length}")
+        if self.page_table is not None:
+            is_real = torch.arange(places[0].shape[1], device=real.device) < real[:, None]
+            fits = fits & ((places[0] < self.key.shape[0] - 1) | ~is_real).all(1)
+            if checks.values_are_known(fits) and not bool(fits.all()):
+                raise ValueError(
+                    f"cache.page_table: expected the numbers of pages below {self.key.shape[0] - 1} for all tokens, got none for sequence "
+                    f"{int(fits.int().argmin())}"
+                )
+        return fits
+
+    def _write(
+        self, places: tuple[Tensor, Tensor], key: Tensor, value: Tensor, index: IndexProjections | None, is_real: Tensor | None
+    ) -> None:
         """Puts T tokens of each sequence behind those that are there.
 
         Where ``is_real`` [B, T] is False, zeros are put in their place: padding queries read what lies there, and a NaN that an earlier sequence
-        left would reach real queries of the same tile.
+        left would reach real queries of the same tile. On pages, which may be another sequence's there, nothing is put, and nothing read.
         """
-        step = torch.arange(key.shape[2], device=key.device)
-        place = (self.length[:, None] + step).clamp(max=self.max_length).long()
-        sequence = torch.arange(self.batch_size, device=key.device)[:, None]
+        if self.page_table is not None and is_real is not None:
+            places = torch.where(is_real, places[0], self.key.shape[0] - 1), places[1]
         buffers = [(self.key, key), (self.value, value)]
         buffers += [] if index is None else [(self.index_key, index.key.to(self.index_key.dtype))]
         for buffer, given in buffers:
             rows = given if is_real is None else torch.where(is_real[:, None, :, None], given, 0.0)
-            buffer.transpose(1, 2)[sequence, place] = rows.transpose(1, 2)
+            by_place = buffer.transpose(1, 2) if self.page_table is None else buffer
+            by_place[places] = rows.transpose(1, 2)
 
     def _lists(self, index: IndexProjections | None, chooser: Indexer | IndexMask | None, after: Tensor) -> IndexMask:
         """The lists of the queries of a call after which sequences have ``after`` [B] tokens."""
@@ -210,20 +285,32 @@ class IndexedCache(nn.Module):
             return chooser
         if index is None or chooser is None:
             raise ValueError("chooser: expected an indexer with its projections, or an IndexMask")
-        keys = self.index_key[:, :, : self.max_length]
-        query = index.query.to(keys.dtype)
-        return chooser.select(index._replace(query=query, key=keys), query_offset=self.length, lengths=after)
+        keys = self.index_key[:, :, : self.max_length] if self.page_table is None else self.index_key
+        index = index._replace(query=index.query.to(keys.dtype), key=keys)
+        return chooser.select(index, query_offset=self.length, lengths=after, page_table=self.page_table)
 
-    def _attended(self, query: Tensor, mask: IndexMask, slopes: Tensor | None, softcap: float, are_real: bool) -> Tensor:
+    def _attended(
+        self, query: Tensor, mask: IndexMask, slopes: Tensor | None, softcap: float, are_real: bool, after: Tensor
+    ) -> Tensor:
         """Attention of queries [B, H, T, D], of which the first stand behind the tokens that were there."""
-        bias = None
+        tokens, bias, is_paged = query.shape[2], None, self.page_table is not None
         if slopes is not None:
-            bias = (slopes[:, None] * torch.arange(self.key.shape[2], device=query.device, dtype=slopes.dtype))[None]
-        tokens = query.shape[2]
+            count = self.max_length if is_paged else self.max_length + 1
+            bias = (slopes[:, None] * torch.arange(count, device=query.device, dtype=slopes.dtype))[None]
         if tokens == 1 or (are_real and tokens <= MAX_QUERIES):
-            counts = self.length + tokens
-            return decode_attention(query, self.key, self.value, counts, key_bias=bias, mask=mask, softcap=softcap)
-        return attention(query, self.key, self.value, mask, key_bias=bias, softcap=softcap, query_offset=self.length)
+            counts, table = self.length + tokens, self.page_table
+            return decode_attention(
+                query, self.key, self.value, counts, page_table=table, key_bias=bias, mask=mask, softcap=softcap
+            )
+        key, value = (self._gathered(each, after) if is_paged else each for each in (self.key, self.value))
+        return attention(query, key, value, mask, key_bias=bias, softcap=softcap, query_offset=self.length)
+
+    def _gathered(self, buffer: Tensor, after: Tensor) -> Tensor:
+        """The rows of each sequence, [B, heads, N, size]; zeros from its ``after`` [B] tokens on, where others' may lie."""
+        assert self.page_table is not None
+        rows = buffer[self.page_table.long().clamp(0, buffer.shape[0] - 1)].flatten(1, 2).transpose(1, 2)
+        is_own = torch.arange(rows.shape[2], device=rows.device) < after[:, None]
+        return torch.where(is_own[:, None, :, None], rows, 0.0)
 
     def rewind(self, n: int | Tensor) -> None:
         """Takes the last n tokens of each sequence back, see :meth:`dmattn.BoundedCache.rewind`."""
@@ -235,7 +322,11 @@ class IndexedCache(nn.Module):
         self.length.sub_(count).clamp_(min=0)
 
     def reorder(self, index: Tensor) -> None:
-        """Sequence b becomes a copy of what sequence ``index[b]`` was: for beams."""
+        """Sequence b becomes a copy of what sequence ``index[b]`` was: for beams. Not with pages, which beams share."""
+        if self.page_table is not None:
+            raise ValueError(
+                "cache: expected one without pages, got one with them: write to page_table, and copy pages that differ"
+            )
         check_index(index, self.key)
         if self.streaming is not None:
             self.streaming.reorder(index)
@@ -244,7 +335,7 @@ class IndexedCache(nn.Module):
 
     def reset(self, rows: Tensor | Sequence[int] | int | None = None) -> None:
         """Makes sequences empty, see :meth:`dmattn.BoundedCache.reset`."""
-        chosen = chosen_rows(rows, self.key)
+        chosen = chosen_rows(rows, self.length)
         if self.streaming is not None:
             self.streaming.reset(chosen)
         self.length.masked_fill_(chosen, 0)
@@ -261,12 +352,13 @@ class IndexedCache(nn.Module):
     @property
     def max_length(self) -> int:
         """Tokens that a sequence can have."""
-        return self.key.shape[2] - 1
+        places, page_table = self.key.shape, self.page_table
+        return places[2] - 1 if page_table is None else page_table.shape[1] * places[1]
 
     @property
     def batch_size(self) -> int:
         """Number of sequences B."""
-        return self.key.shape[0]
+        return self.length.shape[0]
 
     @property
     def _local_sizes(self) -> tuple[int, int, int]:
@@ -278,12 +370,12 @@ class IndexedCache(nn.Module):
     @property
     def num_kv_heads(self) -> int:
         """Number of key heads Hkv."""
-        return self.key.shape[1] + (0 if self.streaming is None else self.streaming.num_kv_heads)
+        return self._heads_of(self.key) + (0 if self.streaming is None else self.streaming.num_kv_heads)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors; the same at every length."""
-        own = sum(given.numel() * given.element_size() for given in (self.key, self.value, self.index_key, self.length))
+        own = sum(given.numel() * given.element_size() for given in self.buffers(recurse=False))
         return own + (0 if self.streaming is None else self.streaming.nbytes)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

@@ -88,6 +88,11 @@ class RotatedProjections(nn.Module):
                 f"padding_side: expected its default without a cache, got {padding_side!r}; base says where padding is"
             )
 
+    def _alike(self) -> dict[str, int]:
+        """What has to be the same on all ranks that share a sequence."""
+        names = ("num_heads", "num_kv_heads", "head_dim", "window", "local", "sink_keys", "local_heads")
+        return {name: int(getattr(self, name)) for name in names} | {"torch.is_grad_enabled()": int(torch.is_grad_enabled())}
+
     @staticmethod
     def _refuse(given: dict[str, bool], names: Iterable[str], other: str) -> None:
         """Refuses arguments that are given although they do not go together with another one; ``other`` says which one, and why."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from dmattn import checks
+from dmattn.indexer import MAX_INDEX_HEADS, checked_block_score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class IndexRecipe:
     Args:
         groups: which lists there are: "heads", one for each key head that selects; 1, one for all of them, which costs less; 0, none: the
             layer has no indexer, and takes the lists of another by ``index_mask``.
-        index_heads, index_dim: heads of the indexer, and their size, a multiple of 8 up to 256.
+        index_heads, index_dim: heads of the indexer, at most 128, and their size, a multiple of 8 up to 256.
         block_size: keys that are chosen together, a power of two from 1 to 128.
         block_score: what a block is chosen by, "max" or "mean_key", see :func:`dmattn.index_top_k`.
         recency, local_heads: as of :class:`ScoreRecipe`; recency is added to logits alone. With "half" steps and caches are smaller, but not
@@ -107,6 +108,11 @@ class IndexRecipe:
     def __post_init__(self) -> None:
         if self.groups not in (0, 1, "heads") or not (type(self.groups) is int or isinstance(self.groups, str)):
             raise ValueError(f"groups: expected 'heads', 1 or 0, got {self.groups!r}")
+        checks.each(checks.positive_int, index_heads=self.index_heads, index_dim=self.index_dim)
+        checks.head_size("index_dim", self.index_dim)
+        if self.index_heads > MAX_INDEX_HEADS:
+            raise ValueError(f"index_heads: expected at most {MAX_INDEX_HEADS}, got {self.index_heads}")
+        checked_block_score(self.block_score, self.block_size)
         checks.number("rotary_factor", self.rotary_factor, low=0.0, high=1.0)
         _check_common(self)
 
@@ -119,6 +125,13 @@ def _check_common(recipe: ScoreRecipe | IndexRecipe) -> None:
     checks.each(checks.flag, sharp=recipe.sharp, explore=recipe.explore)
     checks.number_drawn("queries", recipe.queries)
     checks.number("last", recipe.last, low=0.0, high=1.0)
+
+
+def refuse_fields(recipe: type[ScoreRecipe | IndexRecipe], options: dict[str, Any]) -> None:
+    """Refuses options of a layer that belong in its recipe."""
+    for field in dataclasses.fields(recipe):
+        if field.name in options:
+            raise TypeError(f"{field.name}: expected it in the recipe, recipe={recipe.__name__}({field.name}=...)")
 
 
 def recommended_sizes(

@@ -13,6 +13,7 @@ from dmattn.integrations.transformers.masks import interval_of
 from dmattn.integrations.transformers.packing import packed_sequences
 from dmattn.integrations.transformers.wide import is_wide, wide_attention
 from dmattn.masks import BlockMask, IndexMask, IntervalMask, Mask
+from dmattn.masks.heads import repeat_heads
 from dmattn.sizes import padded
 from dmattn.weights import attention_weights
 
@@ -63,7 +64,8 @@ def attention_forward(
         position_ids: [B|1, S]; in a causal layer without a past, position 0 again begins another packed sequence.
         cu_seq_lens_q, cu_seq_lens_k: ends of packed sequences in a batch of 1, as the flattening collator gives them.
         indices: [B, Sq, n], the keys that each query may see in addition to the mask; negative ones stand for none.
-        block_indices: [B, Hkv|1, Sq, n], blocks of ``module.indexer.block_size`` keys instead, a list for each key head.
+        block_indices: [B, heads, Sq, n], blocks of ``module.indexer.block_size`` keys instead, a list for each of 1, Hkv or H heads, or for
+            as many groups as divide one of these. They count from a row's beginning, so there is one sequence in it.
         output_attentions: also return the weights (before dropout), computed again and slowly.
 
     Returns:
@@ -94,6 +96,10 @@ def attention_forward(
     if indices is not None:
         mask = _both(mask, _listed("indices", indices, query, key), query_length)
     if block_indices is not None:
+        if sequences is not None and not torch.compiler.is_compiling():
+            raise ValueError(
+                "position_ids: expected one sequence in each row with block_indices, which count from a row's beginning, got packed ones"
+            )
         size_of_block = int(getattr(getattr(module, "indexer", None), "block_size", 1))
         mask = _both(mask, _listed("block_indices", block_indices, query, key, size_of_block), query_length)
 
@@ -187,10 +193,14 @@ def _both(mask: Mask | Tensor | None, other: IntervalMask | IndexMask | None, qu
 
 def _listed(name: str, indices: Tensor, query: Tensor, key: Tensor, block_size: int = 1) -> IndexMask:
     """The mask of listed keys, or blocks of keys, which may be more than causality shows."""
-    sizes, keys = {"B": query.shape[0], "Hkv": key.shape[1], "Sq": query.shape[2]}, key.shape[2]
-    layout = "[B, Sq, n]" if name == "indices" else "[B, Hkv|1, Sq, n]"
+    sizes, keys = {"B": query.shape[0], "Sq": query.shape[2]}, key.shape[2]
+    layout = "[B, Sq, n]" if name == "indices" else "[B, heads, Sq, n]"
     lists = checks.shaped(name, indices, layout, (torch.int32, torch.int64), **sizes)
     lists = lists[:, None] if name == "indices" else lists
+    heads = next((heads for heads in (key.shape[1], query.shape[1]) if lists.shape[1] and heads % lists.shape[1] == 0), None)
+    if heads is None:
+        raise ValueError(f"{name}: expected {layout} with a divisor of {query.shape[1]} heads, got {checks.shape_of(indices)}")
+    lists = repeat_heads(lists, heads)
     lists = torch.where((lists < 0) | (lists * block_size >= keys), -1, lists)
     unit = next(unit for unit in (128, 64, 32, 16, 8, 4, 2, 1) if block_size % unit == 0)
     if unit != block_size:  # blocks that no mask has are listed in parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
@@ -38,6 +39,8 @@ W = TypeVar("W", bound=nn.Module)  # a model, or what torch.compile or peft made
 
 FIELD = "dynamic_mask"
 """The field of a model's config that holds what :func:`convert` was told."""
+
+SCORES = ("dt_proj", "A", "log_slope", "indexer")  # what a score loss teaches, in a layer
 
 # What a loader passes on to find the config where it finds the weights.
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
@@ -152,7 +155,7 @@ def convert_indexed(
     return _convert(model, settings, INDEXED_FIELD)
 
 
-def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+def load_converted(path: str | os.PathLike[str], **options: Any) -> Any:
     """Loads what ``save_pretrained`` of a converted model saved, as the class that the model had.
 
     Args:
@@ -160,7 +163,7 @@ def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedMo
         options: of ``from_pretrained``.
 
     Returns:
-        The model, converted.
+        The model, converted, as ``from_pretrained`` returns it: with ``output_loading_info=True`` in a tuple.
 
     Raises:
         ValueError: the config says of no conversion, or of both kinds.
@@ -191,10 +194,12 @@ def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedMo
             super().__init__(config, *args, **kwargs)
             _convert_layers(self, _dense_layers(self, settings, field), settings, field)
 
-    Converting.__name__ = cls.__name__  # transformers chooses a loss by it
-    model: PreTrainedModel = Converting.from_pretrained(path, config=config, **options)
+    # transformers chooses by these: by the name a loss, and by the module whether weights are renamed as in its own models.
+    Converting.__name__, Converting.__module__ = cls.__name__, cls.__module__
+    loaded = Converting.from_pretrained(path, config=config, **options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
     model.__class__ = cls
-    return model
+    return loaded
 
 
 def set_window(model: W, window: int) -> W:
@@ -330,8 +335,27 @@ KINDS: dict[str, tuple[dict[type[nn.Module], type[SelectingAttention]], Callable
 }
 
 
+def _of_scores(layer: SelectingAttention) -> dict[str, nn.Parameter]:
+    """The parameters that a layer's score loss teaches, by their names in the layer."""
+    return {name: each for name, each in layer.named_parameters() if name.partition(".")[0] in SCORES}
+
+
+def _learns(layer: SelectingAttention) -> bool:
+    return any(parameter.requires_grad for parameter in _of_scores(layer).values())
+
+
+def _frozen(layer: SelectingAttention) -> str:
+    """Which of these parameters are frozen, and what to do."""
+    names = [name for name, each in _of_scores(layer).items() if not each.requires_grad]
+    named = "modules_to_save=['indexer']" if isinstance(layer, IndexedSelectingAttention) else "target_modules=[..., 'dt_proj']"
+    return (
+        f"{', '.join(names)} of layer {layer.layer_idx} are frozen (requires_grad=False); with peft, which freezes what its config does not "
+        f"name, give LoraConfig({named})"
+    )
+
+
 class LossWithScores:
-    """A model's loss function, to whose loss the mean of the layers' score losses is added in training.
+    """A model's loss function, to whose loss the mean of the layers' score losses is added in training, unless all that it teaches is frozen.
 
     A trainer that accumulates gradients divides each part's sum of losses by the number of labels of all parts (``num_items_in_batch``); the
     score loss of a part then counts by its share of the labels.
@@ -343,6 +367,12 @@ class LossWithScores:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = self.loss(*args, **kwargs)
         if not self.model.training or not torch.is_grad_enabled():
+            return loss
+        layers = selecting_layers(self.model)
+        if not any(_learns(layer) for layer in layers):
+            for layer in layers:
+                layer.last_score_loss = None
+            warnings.warn(f"what selects keys does not learn: {_frozen(layers[0])}", stacklevel=2)
             return loss
         score_loss = score_loss_of(self.model).to(loss.device)
         total, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
@@ -365,11 +395,14 @@ def score_loss_of(model: nn.Module) -> Tensor:
     Raises:
         TypeError: no transformers model.
         ValueError: there is none: the model was converted by :func:`convert` without select_only=True, is in eval mode, or was called with
-            labels or with a cache that held tokens; or it has no gradient, as with ``gradient_checkpointing_kwargs={"use_reentrant": True}``.
+            labels or with a cache that held tokens; or it has no gradient, as with ``gradient_checkpointing_kwargs={"use_reentrant": True}``
+            or if what it teaches is frozen, as by peft; a pass with labels then warns.
     """
     losses: list[Tensor] = []
     for layer in selecting_layers(model):
         loss, layer.last_score_loss = layer.last_score_loss, None
+        if loss is not None and not _learns(layer):
+            raise ValueError(f"model: expected scores that learn, but {_frozen(layer)}")
         if loss is None or not loss.requires_grad:
             made = "convert_indexed()" if isinstance(layer, IndexedSelectingAttention) else "convert(select_only=True)"
             raise ValueError(

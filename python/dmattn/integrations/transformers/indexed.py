@@ -7,11 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from dmattn import checks
 from dmattn.attention import attention
+from dmattn.indexer import MAX_INDEX_HEADS
 from dmattn.integrations.transformers.cache import BoundedLayer
-from dmattn.integrations.transformers.layers import SelectingAttention, base_of, converted, selecting_layers
+from dmattn.integrations.transformers.layers import SelectingAttention, base_of, converted, selecting_layers, unwrapped
 from dmattn.masks.interval import segment_ends
 from dmattn.nn.indexer import Indexer
 from dmattn.nn.scores import drawn_rows, with_dense_rows
@@ -34,6 +36,7 @@ class IndexedSelectingAttention(SelectingAttention):
     """
 
     indexer: Indexer
+    log_slope = None
     is_dense = False
     select_only = True
 
@@ -50,6 +53,7 @@ class IndexedSelectingAttention(SelectingAttention):
             key, beside = both[..., : key.shape[3]], both[..., key.shape[3] :]
             whole = beside.transpose(1, 2).reshape(batch, both.shape[2], *index.key.shape[1::2])
             index = index._replace(key=whole.transpose(1, 2).to(index.query.dtype))
+        self._check_padding(attention_mask, query)
         base = base_of(attention_mask, offset, query, key, packing)
         query, key, value = padded(query), padded(key), padded(value)
         dropout = self.attention_dropout if self.training else 0.0
@@ -85,7 +89,8 @@ INDEXED = converted(IndexedSelectingAttention, "Indexed", globals())
 
 
 def set_dense(model: W, dense: bool) -> W:
-    """Whether all layers of a model of ``convert_indexed`` read all keys: True while the indexers learn alone, then False.
+    """Whether all layers of a model of ``convert_indexed`` read all keys: True while the indexers learn alone, then False. The config says it,
+    so a saved model loads as it was.
 
     Args:
         model: what ``convert_indexed`` returned, or what ``torch.compile`` or peft made of it.
@@ -102,12 +107,15 @@ def set_dense(model: W, dense: bool) -> W:
         if not isinstance(layer, IndexedSelectingAttention):
             raise ValueError(f"model: expected a model converted by convert_indexed(), got {type(model).__name__}")
         layer.is_dense = dense
+    for module in unwrapped(model).modules():
+        if isinstance(module, PreTrainedModel):
+            getattr(module.config, INDEXED_FIELD)["is_dense"] = dense
     return model
 
 
 def check_index_settings(heads: int, given: SimpleNamespace) -> None:
-    """Refuses settings that do not go together; the indexer refuses its own sizes."""
-    window, groups, index_dim, block_size = given.window, given.groups, given.index_dim, given.block_size
+    """Refuses settings that do not go together, or that the indexer does not take."""
+    window, groups, block_size = given.window, given.groups, given.block_size
     checks.selection(window, given.local, given.sink_keys, True)
     checks.number_drawn("score_queries", given.score_queries)
     if groups not in (1, "heads") or isinstance(groups, bool):
@@ -115,19 +123,30 @@ def check_index_settings(heads: int, given: SimpleNamespace) -> None:
     checks.positive_int("block_size", block_size)
     if window % block_size:
         raise ValueError(f"window: expected a multiple of block_size={block_size}, got {window}")
-    if groups == 1 and index_dim % heads:
-        raise ValueError(f"index_dim: expected a multiple of the {heads} key heads, in whose cache it lies, got {index_dim}")
+    checks.each(checks.positive_int, index_heads=given.index_heads, index_dim=given.index_dim)
+    if groups == 1 and given.index_dim % heads:
+        raise ValueError(
+            f"index_dim: expected a multiple of the {heads} key heads, in whose cache it lies, got {given.index_dim}"
+        )
+    checks.head_size("index_dim", given.index_dim)
+    if given.index_heads > MAX_INDEX_HEADS:
+        raise ValueError(f"index_heads: expected at most {MAX_INDEX_HEADS}, got {given.index_heads}")
+    _indexer_of(8, heads, vars(given), device="meta")
+
+
+def _indexer_of(embed_dim: int, heads: int, settings: dict[str, Any], **like: Any) -> Indexer:
+    return Indexer(
+        embed_dim, heads if settings["groups"] == "heads" else 1, k=settings["window"] // settings["block_size"],
+        num_heads=settings["index_heads"], head_dim=settings["index_dim"], block_size=settings["block_size"],
+        block_score=settings["block_score"], local=settings["local"], sink_keys=settings["sink_keys"], **like,
+    )  # fmt: skip
 
 
 def add_indexer(layer: Any, settings: dict[str, Any]) -> None:
     """Puts an indexer into a layer, in the dtype and on the device of its weights."""
-    weight = layer.k_proj.weight
+    weight, config = layer.k_proj.weight, layer.config
     dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
-    heads = layer.config.num_key_value_heads
-    layer.indexer = Indexer(
-        layer.config.hidden_size, heads if settings["groups"] == "heads" else 1, k=settings["window"] // settings["block_size"],
-        num_heads=settings["index_heads"], head_dim=settings["index_dim"], block_size=settings["block_size"],
-        block_score=settings["block_score"], local=settings["local"], sink_keys=settings["sink_keys"], device=weight.device, dtype=dtype,
-    )  # fmt: skip
+    layer.indexer = _indexer_of(config.hidden_size, config.num_key_value_heads, settings, device=weight.device, dtype=dtype)
     for name in ("window", "local", "sink_keys", "score_queries"):
         setattr(layer, name, settings[name])
+    layer.is_dense = settings.get("is_dense", False)

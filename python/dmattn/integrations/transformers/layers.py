@@ -18,7 +18,7 @@ from dmattn.attention import attention, dynamic_mask_attention, key_scores
 from dmattn.call import autocast
 from dmattn.integrations.transformers.attention import check_dtype
 from dmattn.integrations.transformers.cache import BoundedLayer
-from dmattn.integrations.transformers.packing import packed_sequences
+from dmattn.integrations.transformers.packing import has_inner_padding, packed_sequences, remembered
 from dmattn.masks import IntervalMask
 from dmattn.nn.scores import of_selecting_heads, recency_of, score_loss, slopes_of
 from dmattn.renamed import HidesOldNames, renamed_attribute, with_new_names
@@ -120,6 +120,7 @@ class SelectingAttention(HidesOldNames, nn.Module):
         offset = self._offset(past_key_values)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
+        self._check_padding(attention_mask, query)
         base = base_of(attention_mask, offset, query, key, packing)
 
         # A key's score depends on its value alone, so the keys of the cache keep theirs.
@@ -146,6 +147,18 @@ class SelectingAttention(HidesOldNames, nn.Module):
                 )
                 self.last_score_loss = losses.mean()
         return out
+
+    def _check_padding(self, mask: Tensor | None, query: Tensor) -> None:
+        """Refuses padding between tokens where positions count, since they are places of the row. On a GPU it looks at prompts alone."""
+        if mask is None or torch.compiler.is_compiling() or (query.shape[2] == 1 and mask.device.type != "cpu"):
+            return
+        if self.local or self.sink_keys or self.log_slope is not None:
+            _check_mask(mask)
+            if remembered(has_inner_padding, mask, queries=query.shape[2]):
+                raise ValueError(
+                    "attention_mask: expected padding on one side of each row with local, sink_keys or recency, which count places of a row, "
+                    "got padding between tokens; give a cache of bounded_cache(model), which counts tokens, or each row without its padding"
+                )
 
     def _offset(self, past_key_values: Any) -> int | Tensor:
         """The position of the first query: how many tokens a cache holds."""

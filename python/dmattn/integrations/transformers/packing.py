@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from dmattn.masks import IntervalMask
+
+T = TypeVar("T")
 
 
 def packed_sequences(
@@ -50,7 +53,7 @@ def packed_sequences(
         return None
     if attention_mask is not None and attention_mask.dtype != torch.int32:
         return None  # a mask of the user's own
-    return _sequences_of(position_ids, attention_mask)
+    return remembered(_sequences_of, position_ids, *(() if attention_mask is None else (attention_mask,)))
 
 
 class Known(NamedTuple):
@@ -58,35 +61,49 @@ class Known(NamedTuple):
 
     given: tuple[weakref.ref[Tensor], ...]
     versions: tuple[int, ...]
-    found: IntervalMask | None
+    asked: tuple[Any, ...]  # the function that was asked, and its numbers
+    found: Any
 
-    def is_about(self, given: tuple[Tensor, ...]) -> bool:
+    def is_about(self, given: tuple[Tensor, ...], asked: tuple[Any, ...]) -> bool:
         same = len(given) == len(self.given) and all(seen() is x for seen, x in zip(self.given, given, strict=True))
-        return same and self.versions == tuple(x._version for x in given)
+        return same and asked == self.asked and self.versions == tuple(x._version for x in given)
 
 
-# All layers of a model get the same tensors, or the same few, so values are read once a forward pass.
-_known: deque[Known] = deque(maxlen=4)
+# All layers of a model get the same tensors, or the same few, so a GPU is waited for once a forward pass. What lies on a CPU is read each
+# time: NumPy, which can write to it, tells nobody.
+_known: deque[Known] = deque(maxlen=8)
 
 
-def _sequences_of(position_ids: Tensor, mask: Tensor | None) -> IntervalMask | None:
-    compiling = torch.compiler.is_compiling()
-    given = (position_ids,) if mask is None else (position_ids, mask)
+def remembered(find: Callable[..., T], *given: Tensor, **numbers: int) -> T:
+    """``find(*given, **numbers)``, which may wait for a GPU, or what it gave for the same tensors before."""
     # Inference tensors do not say when they are written to.
-    remembers = not compiling and not any(x.is_inference() for x in given)
-    if remembers:
-        for known in tuple(_known):
-            if known.is_about(given):
-                return known.found
+    if torch.compiler.is_compiling() or any(x.device.type == "cpu" or x.is_inference() for x in given):
+        return find(*given, **numbers)
+    asked = (find, *numbers.values())
+    for known in tuple(_known):
+        if known.is_about(given, asked):
+            answer: T = known.found
+            return answer
+    found = find(*given, **numbers)
+    _known.append(Known(tuple(weakref.ref(x) for x in given), tuple(x._version for x in given), asked, found))
+    return found
+
+
+def _sequences_of(position_ids: Tensor, mask: Tensor | None = None) -> IntervalMask | None:
     real = (
         torch.ones_like(position_ids, dtype=torch.bool)
         if mask is None
         else (mask[:, 0, 1] > mask[:, 0, 0])[:, : position_ids.shape[1]]
     )
     begins = real & (position_ids == 0) & (real.cumsum(1) > 1)
-    found = None
-    if compiling or bool(begins.any()):
-        found = IntervalMask.documents(position_ids.shape[1], ids=begins.cumsum(1), is_causal=False)
-    if remembers:
-        _known.append(Known(tuple(weakref.ref(x) for x in given), tuple(x._version for x in given), found))
-    return found
+    if torch.compiler.is_compiling() or bool(begins.any()):
+        return IntervalMask.documents(position_ids.shape[1], ids=begins.cumsum(1), is_causal=False)
+    return None
+
+
+def has_inner_padding(mask: Tensor, queries: int) -> bool:
+    """Whether there is padding between tokens of a row, by what dmattn's mask function made of a causal mask, int32 [B, 1, 2, Sk]."""
+    start, end = mask[:, 0].unbind(1)
+    real = (end > start) & (start < queries)  # without the places of a static cache that no token has yet
+    runs = real[:, 0].int() + (real[:, 1:] & ~real[:, :-1]).sum(1)
+    return bool((runs > 1).any())

@@ -145,7 +145,7 @@ class TopKBlocks(nn.Module):
         query = own.q_layernorm(query.unflatten(2, (-1, dim)))
         query = self.rotate(query, cos=cos[:, -length:], sin=sin[:, -length:], unsqueeze_dim=2)
         key = key if cache is None else cache.update_indexer(key, self.layer_idx)
-        keys = key.shape[1]
+        keys = cos.shape[1]  # so far; a static cache has room for more
         start, end = attention_mask[:, 0].unbind(1)
         is_real = (end > start).expand(batch, -1)
         if device.type == "cpu" and not torch.compiler.is_compiling() and bool((is_real & (end < FAR)).any()):

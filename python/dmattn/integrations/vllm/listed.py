@@ -39,6 +39,8 @@ class Lists:
         wanted = query.unflatten(1, (sums.shape[1], -1)).mean((2, 3)).float()
         scores = torch.einsum("bhd,bphd->bhp", wanted, sums[table.long()])
         number = torch.arange(table.shape[1], device=table.device)
+        held = (lengths[:, None] - number * page_size).clamp(1, page_size)
+        scores = scores / held[:, None]
         scores = scores.masked_fill((number * page_size >= (lengths - self.local)[:, None])[:, None], -torch.inf)
         best = scores.topk(min(self.pages, table.shape[1]), 2)
         listed = torch.where(best.values > -torch.inf, best.indices, -1).int()
