@@ -63,8 +63,8 @@ LINES = (
     Line("32,768 tokens: bits per byte, 250 seconds", LONG, bits),
     Line("the same, 12 layers of 1,024, 16 heads on 4, 20 minutes", LARGER, bits),
     Line("32,768 tokens: tokens per second in training", LONG, rate),
-    Line("recall, 16 names in 2,048 tokens, 256 visible", RECALL, right),
-    Line("recall, 4 secrets in 4,096 bytes, 256 visible", SECRETS, right),
+    Line("associative recall (MQAR), 16 pairs in 2,048 tokens, 256 visible", RECALL, right),
+    Line("passkey retrieval, 4 in 4,096 bytes, 256 visible", SECRETS, right),
 )
 
 
