@@ -27,8 +27,8 @@ LAYERS, WIDTH, HEADS, VISIBLE = 6, 512, 8, 512
 SHORT = {"task": "text", "length": 8192, "visible": VISIBLE, "layers": LAYERS, "width": WIDTH}
 LONG = {"task": "text", "length": 32768, "layers": LAYERS, "width": WIDTH, "kv_heads": 2, "seconds": 250.0}
 LARGER = {"task": "text", "length": 32768, "layers": 12, "width": 1024, "kv_heads": 4, "seconds": 1200.0}
-RECALL = {"task": "mqar", "length": 2048, "visible": 256, "pairs": 16, "symbols": 64, "steps": 2500}
-SECRETS = {"task": "passkey", "length": 4096, "visible": 256, "steps": 2500}
+RECALL = {"task": "mqar", "length": 2048, "visible": 256, "pairs": 16, "symbols": 64, "steps": 2500, "conv": 3}
+SECRETS = {"task": "passkey", "length": 4096, "visible": 256, "steps": 2500, "conv": 3}
 
 
 def bits(runs: list[Run]) -> str:

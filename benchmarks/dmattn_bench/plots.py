@@ -229,7 +229,13 @@ def draw_models(runs: list[Run], path: Path) -> None:
             "held_bits",
             (0.6, 1.6),
         ),
-        ("associative recall, 16 pairs", {"task": "mqar", "length": 2048, "pairs": 16, "steps": 2500}, "step", "held_accuracy", (0, 1.02)),
+        (
+            "associative recall, 16 pairs",
+            {"task": "mqar", "length": 2048, "pairs": 16, "steps": 2500, "conv": 3},
+            "step",
+            "held_accuracy",
+            (0, 1.02),
+        ),
     )
     figure, axes = pyplot().subplots(1, 3, figsize=(9, 3), layout="constrained")
     for ax, (title, settings, across, what, limits) in zip(axes, panels, strict=True):
