@@ -46,7 +46,8 @@ def right(runs: list[Run]) -> str:
     """The share that each seed got right, the best first; once if it is the same for all."""
     shares = sorted((run["curve"][-1]["held_accuracy"] for run in runs), reverse=True)
     shown = [f"{share:.1%}" if share < 0.1 else f"{share:.0%}" for share in shares]
-    return f"{shown[0]} ({len(shown)} seeds)" if len(set(shown)) == 1 < len(shown) else ", ".join(shown)
+    seeds = "1 seed" if len(shown) == 1 else f"{len(shown)} seeds"
+    return f"{shown[0]} ({seeds})" if len(set(shown)) == 1 else ", ".join(shown)
 
 
 @dataclasses.dataclass(frozen=True)
