@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import math
 import statistics
@@ -25,7 +26,7 @@ import dmattn
 import torch
 import torch.nn.functional as F
 from dmattn.testing import AttentionCase, assert_close_to_reference
-from dmattn_bench.measure import by_turns
+from dmattn_bench.measure import both_ways, by_turns
 from dmattn_bench.records import provenance
 from dmattn_bench.rows import to_json
 from torch import Tensor
@@ -123,17 +124,6 @@ def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return query, key, value
 
 
-def both_ways(call: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> tuple[Callable[[], object], Callable[[], object]]:
-    out = call(*leaves)
-    incoming = torch.randn_like(out)
-
-    def forward() -> object:
-        with torch.no_grad():
-            return call(*leaves)
-
-    return forward, lambda: torch.autograd.grad(out, leaves, incoming, retain_graph=True)
-
-
 def flex_peer(case: Case, lists: Tensor) -> Callable[..., Tensor]:
     """FlexAttention with the same lists: full tiles of 128 x 128 are not tested, others look pairs up in a table of bits."""
     blocks, tile, heads, rows = case.length // case.block, 128 // case.block, case.heads // case.list_heads, case.length // 128
@@ -194,12 +184,12 @@ def peers_of(
             if not error < 0.05:
                 print(f"{case}: {name} gives other values, by {error:.3f} of the norm")
                 continue
-            runs = both_ways(peer, given)
-            runs[1]()
+            runs = both_ways(functools.partial(peer, *given), given, f"{name}_")
+            runs[f"{name}_backward"]()
         except (ImportError, RuntimeError) as problem:
             print(f"{case}: {name} does not run: {str(problem).splitlines()[0][:160]}")
             continue
-        found |= dict(zip((f"{name}_forward", f"{name}_backward"), runs, strict=True))
+        found |= runs
     return found
 
 
@@ -220,8 +210,7 @@ def row_of(case: Case, device: str, repeats: int, with_peers: bool = False) -> R
         with sdpa_kernel(backends, set_priority=True):
             return F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=case.heads != case.kv_heads)
 
-    runs = dict(zip(("forward", "backward"), both_ways(ours, leaves), strict=True))
-    runs |= dict(zip(("dense_forward", "dense_backward"), both_ways(dense, leaves), strict=True))
+    runs = both_ways(lambda: ours(*leaves), leaves) | both_ways(lambda: dense(*leaves), leaves, "dense_")
     if with_peers:
         runs |= peers_of(case, lists, ours, leaves)
     times = {name: statistics.median(samples) for name, samples in by_turns(runs, device, repeats).items()}

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from dmattn import reference
 from dmattn.testing import AttentionCase, assert_close_to_reference
-from dmattn_bench.measure import by_turns
+from dmattn_bench.measure import both_ways, by_turns
 from dmattn_bench.records import provenance
 from dmattn_bench.rows import to_json
 from torch import Tensor
@@ -85,17 +85,6 @@ def dense_rate(device: str, dtype: torch.dtype, length: int, repeats: int) -> di
     times = by_turns(runs, device, repeats)
     pairs = DENSE_HEADS * length * (length + 1) // 2
     return {name: pairs / statistics.median(samples) for name, samples in times.items()}
-
-
-def both_ways(call: Callable[[], Tensor], leaves: list[Tensor]) -> dict[str, Callable[[], object]]:
-    out = call()
-    incoming = torch.randn_like(out)
-
-    def forward() -> object:
-        with torch.no_grad():
-            return call()
-
-    return {"forward": forward, "backward": lambda: torch.autograd.grad(out, leaves, incoming, retain_graph=True)}
 
 
 def gate(query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], scores: Tensor | None, window: int) -> None:

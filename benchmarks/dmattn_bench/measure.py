@@ -68,6 +68,21 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return milliseconds / 1e3
 
 
+def both_ways(call: Callable[[], Tensor], leaves: Sequence[Tensor], prefix: str = "") -> dict[str, Callable[[], object]]:
+    """A call without gradients, and the backward pass of one call, by their names."""
+    out = call()
+    incoming = torch.randn_like(out)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return call()
+
+    return {
+        f"{prefix}forward": forward,
+        f"{prefix}backward": lambda: torch.autograd.grad(out, leaves, incoming, retain_graph=True),
+    }
+
+
 def by_turns(
     runs: Runs, device: str, repeats: int, settle: float = 0.0, most_seconds: float = SECONDS_A_CASE
 ) -> dict[str, list[float]]:

@@ -118,7 +118,7 @@ def training_steps(result: Row) -> str:
     for (length, count), both in found.items():
         ours, theirs = both["dynamic"], both["causal"]
         notes = ["one step each"] if len(ours["samples"]) == len(theirs["samples"]) == 1 else []
-        notes += ["the peer is not compiled"] if ours["compiled"] and not theirs["compiled"] else []
+        notes += ["the baseline is not compiled"] if ours["compiled"] and not theirs["compiled"] else []
         words = f"{length:,}, {ours['window']:,}, {count}" + (f" ({'; '.join(notes)})" if notes else "")
         rates = [row["tokens_per_second"] for row in (ours, theirs)]
         lines.append([words, *(f"{rate:,.0f}" for rate in rates), plain_ratio(rates[0] / rates[1])])

@@ -209,7 +209,7 @@ def draw_curves(ax: Any, chosen: dict[str, list[Run]], across: str, what: str) -
 
 
 def draw_models(runs: list[Run], path: Path) -> None:
-    """Bits over steps and over seconds, and recall of names beyond the window, of the models that were trained for each.
+    """Bits over steps and over seconds, and associative recall beyond the window, of the models that were trained for each.
 
     Raises:
         NothingToDrawError: for one of them no model was trained.
@@ -229,7 +229,13 @@ def draw_models(runs: list[Run], path: Path) -> None:
             "held_bits",
             (0.6, 1.6),
         ),
-        ("recall of 16 names", {"task": "mqar", "length": 2048, "pairs": 16, "steps": 2500}, "step", "held_accuracy", (0, 1.02)),
+        (
+            "associative recall, 16 pairs",
+            {"task": "mqar", "length": 2048, "pairs": 16, "steps": 2500, "conv": 3},
+            "step",
+            "held_accuracy",
+            (0, 1.02),
+        ),
     )
     figure, axes = pyplot().subplots(1, 3, figsize=(9, 3), layout="constrained")
     for ax, (title, settings, across, what, limits) in zip(axes, panels, strict=True):

@@ -138,6 +138,7 @@ def heading(run: Run) -> str:
     s = run["settings"]
     budget = f"{s['seconds']:.0f} seconds of training" if s["seconds"] else f"{s['steps']:,} steps"
     size = f"{s['layers']} layers of {s['width']}" + (f" with {s['heads']} heads on {s['kv_heads']}" if s.get("kv_heads") else "")
+    size += f", convolution of {s['conv']} tokens" if s.get("conv", 1) > 1 else ""
     asked = "" if s["task"] in ("text", "headers", "series") else f", {s['pairs']} pairs"
     asked += f" of {s['symbols']} symbols" if s["task"] == "mqar" else ""
     return f"{s['length']:,} tokens{asked}, {budget}, {size}, learning rate {s['lr']:g}"

@@ -50,7 +50,7 @@ def module_state() -> str:
     except ImportError as error:
         is_missing = importlib.util.find_spec("nanobind_backend") is None
         reason = "it needs nanobind-backend: pip install nanobind-backend" if is_missing else error
-        return f"dmattn._C does not load ({reason}); no op needs it"
+        return f"optional, not loaded ({reason}); no op needs it"
     return "dmattn._C"
 
 

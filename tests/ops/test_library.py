@@ -121,7 +121,7 @@ def test_build_facts_do_not_need_the_python_module(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "dmattn._C", None)
     monkeypatch.delattr(dmattn, "_C", raising=False)
     without = command.report()
-    assert line(without, "python module").startswith("dmattn._C does not load (")
+    assert line(without, "python module").startswith("optional, not loaded (")
     assert line(without, "python module").endswith("no op needs it")
     same = ("built with", "stable ABI target", "cpu kernels", "cuda kernels", "cuda here")
     assert [line(without, name) for name in same] == [line(whole, name) for name in same]
@@ -143,7 +143,7 @@ def test_everything_but_the_python_module_works_without_its_backend(run_python):
     )
     finished = run_python("-W", "ignore", "-c", program)
     assert finished.returncode == 0, finished.stderr
-    state = "dmattn._C does not load (it needs nanobind-backend: pip install nanobind-backend); no op needs it"
+    state = "optional, not loaded (it needs nanobind-backend: pip install nanobind-backend); no op needs it"
     assert line(finished.stdout, "python module") == state
     refused = run_python("-c", f"{WITHOUT_THE_BACKEND}import dmattn._C")
     assert refused.returncode != 0

@@ -466,7 +466,7 @@ PAGE_TABLES = {  # results, and a line of the table
         {"rows": [STAMP | {"name": name, "length": 4096, "ranks": 2, "window": 64, "samples": [1.0], "tokens_per_second": rate,
                            "compiled": rate > 2500, "documents": documents}
                   for name, rate, documents in (("dynamic", 3000.4, 0), ("causal", 2000.0, 0), ("dynamic", 1.0, 7))]},
-        "| 4,096, 64, 2 (one step each; the peer is not compiled) | 3,000 | 2,000 | 1.5x |",
+        "| 4,096, 64, 2 (one step each; the baseline is not compiled) | 3,000 | 2,000 | 1.5x |",
     ),
     "doge": (
         STAMP | {"rows": [{"name": "dmattn", "length": 4096, "forward_ms": 1.4, "backward_ms": 2.6, "peak_gib": 3.14},
