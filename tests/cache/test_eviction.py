@@ -276,11 +276,18 @@ def test_state_is_saved_and_reset():
 
 def test_the_state_of_another_policy_is_refused():
     given = tokens()
-    first, other = (cache_for(eviction.KeyNorm(budget, every=every), *given[:3]) for budget, every in ((8, 4), (2, 10)))
+    first, other, third = (
+        cache_for(kind(budget, every=every), *given[:3])
+        for kind, budget, every in ((eviction.KeyNorm, 8, 4), (eviction.KeyNorm, 2, 10), (eviction.Scored, 8, 4))
+    )
     first.attend(*(x[:, :, :12] for x in given))
-    with pytest.raises(ValueError, match=r"state_dict: expected that of a cache whose policy has \{'budget': 2, .*'budget': 8"):
+    with pytest.raises(ValueError, match=r"state_dict: expected that of a cache whose policy has \{.*'budget': 2, .*'budget': 8"):
         other.load_state_dict(first.state_dict())
     assert other.length == 0
+    with pytest.raises(ValueError, match=r"'kind': 'Scored', .*'kind': 'KeyNorm'"):
+        third.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="got one with an earlier version's, without sizes"):
+        first.load_state_dict(first.state_dict() | {"_extra_state": 12})
 
 
 def test_ranks_of_a_wrong_shape_are_named():

@@ -371,6 +371,8 @@ def test_pages_that_cannot_be():
         layer.new_cache(2, 40).on_pages(table, length)
     with pytest.raises(ValueError, match="got one with local heads"):
         layer_of().new_cache(2, 40, pages=4).on_pages(table, length)
+    with pytest.raises(ValueError, match="max_length: expected up to 1048576 in whole pages of 48, got 1048570"):
+        layer.new_cache(2, 2**20 - 6, pages=4, page_size=48)
     with pytest.raises(ValueError, match="page_size: expected a multiple of 16, got 8"):
         layer.new_cache(2, 40, pages=4, page_size=8)
     with pytest.raises(ValueError, match="pages: expected its default with lifetime_window"):
@@ -427,17 +429,28 @@ def test_a_call_that_is_refused_changes_nothing(local_heads):
 @pytest.mark.parametrize("local_heads", [0, "half"])
 def test_a_compiled_call_without_room_takes_nothing_in(make, local_heads):
     """Where nobody can be told: the sequence goes on as if the call had not been."""
-    layer, hidden = layer_of(local_heads=local_heads).eval(), tensor((1, 50, 32), 0, torch.float64)
-    cache = make(layer, 1, 32)
-    step = torch.compile(lambda given: layer(given, cache=cache), backend="eager")
+    layer, hidden = layer_of(local_heads=local_heads).eval(), tensor((2, 50, 32), 0, torch.float64)
+    cache = make(layer, 2, 32)
+    if cache.page_table is not None:
+        cache.page_table[:, 2:] = -1
+    step = torch.compile(lambda given, **options: layer(given, cache=cache, **options), backend="eager")
     with torch.no_grad():
         whole = layer(hidden)
-        step(hidden[:, :30])
-        step(hidden[:, 30:50])
-        assert cache.length.tolist() == [30]
-        out = torch.cat([step(hidden[:, place : place + 1]) for place in (30, 31)], 1)
-        torch.testing.assert_close(out, whole[:, 30:32])
-        assert cache.next_positions(1).tolist() == [[32]]
+        step(hidden[:, :30], lengths=torch.tensor([30, 10], dtype=torch.int32))
+        out = step(hidden[:, 10:28])  # the second sequence alone has room
+        torch.testing.assert_close(out[1], whole[1, 10:28])
+        assert cache.length.tolist() == [30, 28]
+        step(hidden[:, :6], lengths=torch.tensor([5, 0], dtype=torch.int32), padding_side="left")
+        assert cache.length.tolist() == [30, 28]
+        if cache.page_table is not None:
+            cache.page_table[0, 1:] = -1
+            step(hidden[:, 28:29])
+            assert cache.length.tolist() == [30, 29]
+        else:
+            out = torch.stack([step(torch.stack((hidden[0, 30 + n], hidden[1, 28 + n]))[:, None]) for n in range(2)])
+            torch.testing.assert_close(out[:, 0, 0], whole[0, 30:32])
+            torch.testing.assert_close(out[:, 1, 0], whole[1, 28:30])
+            assert cache.next_positions(1).tolist() == [[32], [30]]
 
 
 def test_the_loss_of_no_tokens_is_zero():

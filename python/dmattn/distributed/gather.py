@@ -30,10 +30,12 @@ def gather_sequence(chunk: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
     return whole.movedim(0, dim)
 
 
-def check_ranks(chunk: Tensor, group: object, alike: dict[str, int], base: IntervalMask | None = None) -> dist.ProcessGroup:
-    """Refuses calls that differ between ranks, on every rank: what they exchange would not fit, or would be of two different calls.
+def check_ranks(
+    chunk: Tensor, group: object, alike: dict[str, int], base: IntervalMask | None = None
+) -> tuple[dist.ProcessGroup, IntervalMask | None]:
+    """Refuses calls that differ between ranks, on every rank: shapes would not match, or results of different calls would mix.
 
-    It is one small exchange between hosts. Compiled calls compare ``base`` alone.
+    It is one small exchange between hosts. Compiled calls compare the values of ``base`` alone. What a rank refuses before, it refuses alone.
 
     Args:
         chunk: [B, S, E]; B, S and the dtype are compared.
@@ -42,20 +44,21 @@ def check_ranks(chunk: Tensor, group: object, alike: dict[str, int], base: Inter
         base: values that have to be the same, compared on their device in a second exchange.
 
     Returns:
-        The group.
+        The group, and base, whose ends are there after the exchange.
 
     Raises:
         TypeError: group is no ProcessGroup, or base no IntervalMask.
-        ValueError: ranks differ, or the group is one without this rank. For ``base`` a RuntimeError where the host cannot read the values.
+        ValueError: ranks differ, or the group is one without this rank.
+        RuntimeError: ``base`` differs, and the host cannot read its values.
     """
     ranks = group_of(None, group)
     if base is not None:
         check_base(base)
     size = dist.get_world_size(ranks)
     if size == 1:
-        return ranks
+        return ranks, base
     if not torch.compiler.is_compiling():
-        shape = {f"{name} of hidden_states [B, S, E]": length for name, length in zip("BS", chunk.shape, strict=False)}
+        shape = {f"hidden_states [B, S, E], {name}": length for name, length in zip("BS", chunk.shape, strict=False)}
         given = shape | {DTYPE: DTYPES.index(chunk.dtype)} | alike | {BASE: 0 if base is None else base.end.shape[-1]}
         for name, *values in zip(given, *all_gather_ints(ranks, list(given.values())), strict=True):
             other = next((rank for rank, value in enumerate(values) if value != values[0]), 0)
@@ -65,5 +68,6 @@ def check_ranks(chunk: Tensor, group: object, alike: dict[str, int], base: Inter
                     f"{name}: expected the same on every rank, got {shown[0]} on rank 0 and {shown[other]} on rank {other}"
                 )
     if base is not None:
-        compare({"base": base}, base.end, Chunks(ranks.group_name, ranks.rank(), [chunk.shape[1]] * size), None)
-    return ranks
+        end, _ = compare({"base": base}, base.end, Chunks(ranks.group_name, ranks.rank(), [chunk.shape[1]] * size), None)
+        base = base._replace(end=end)
+    return ranks, base

@@ -165,7 +165,7 @@ class EvictionCache(nn.Module):
         """Bytes of all tensors; the same at every length."""
         return self.cache.nbytes + sum(x.numel() * x.element_size() for x in (self.memory, self.query))
 
-    def get_extra_state(self) -> dict[str, int]:
+    def get_extra_state(self) -> dict[str, Any]:
         return {"length": self.length, **self._sizes()}
 
     def set_extra_state(self, state: Any) -> None:
@@ -174,7 +174,8 @@ class EvictionCache(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         saved = state_dict.get(f"{prefix}_extra_state")
         if saved is not None:
-            sizes = {name: saved.get(name) for name in self._sizes()} if isinstance(saved, dict) else saved
+            earlier = "an earlier version's, without sizes"
+            sizes = {name: saved.get(name) for name in self._sizes()} if isinstance(saved, dict) else earlier
             if sizes != self._sizes():
                 raise ValueError(
                     f"{prefix}state_dict: expected that of a cache whose policy has {self._sizes()}, got one with {sizes}"
@@ -182,6 +183,7 @@ class EvictionCache(nn.Module):
             checks.natural_int("length", saved.get("length"))
         super()._load_from_state_dict(state_dict, prefix, *others)
 
-    def _sizes(self) -> dict[str, int]:
+    def _sizes(self) -> dict[str, Any]:
         """What a policy's caches have in common."""
-        return {name: getattr(self.policy, name) for name in ("budget", "every", "local", "sink_keys", "queries")}
+        numbers = {name: getattr(self.policy, name) for name in ("budget", "every", "local", "sink_keys", "queries")}
+        return {"kind": type(self.policy).__name__} | numbers

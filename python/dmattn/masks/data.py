@@ -211,7 +211,8 @@ class MaskData:
         """Masks one after the other along the batch; a mask with a batch of 1 counts as one sequence.
 
         Args:
-            masks: at least one mask, all of this type, of one length, and on one device. Heads are repeated where some have fewer.
+            masks: at least one mask, all of this type, of one length (index masks also of one block_size), and on one
+                device. Heads are repeated where some have fewer.
 
         Raises:
             TypeError: a mask of another type.

@@ -318,7 +318,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
         """:meth:`forward` of this rank's chunk of a sequence."""
         if not self.is_causal:
             raise ValueError("group: expected a causal layer, got one with is_causal=False")
-        group = check_ranks(hidden_states, group, self._alike() | {"with_score_loss": int(with_score_loss)})
+        group, _ = check_ranks(hidden_states, group, self._alike() | {"with_score_loss": int(with_score_loss)})
         length = hidden_states.shape[1]
         first = group.rank() * length
         positions = torch.arange(first, first + length, device=hidden_states.device)[None]

@@ -150,7 +150,8 @@ class IndexedAttention(RotatedProjections):
 
     def _alike(self) -> dict[str, int]:
         recipe = self.recipe
-        numbers = {"groups": self.groups, "training": int(self.training)}
+        numbers = {"groups": self.groups, "training": int(self.training), "recency (0 none)": int(self.log_slope is not None)}
+        numbers |= {"block_score (0 max, 1 mean_key)": int(recipe.block_score == "mean_key")}
         numbers |= {"index_heads": recipe.index_heads, "index_dim": recipe.index_dim, "block_size": recipe.block_size}
         return super()._alike() | numbers
 
@@ -290,7 +291,7 @@ class IndexedAttention(RotatedProjections):
         """Queries of this rank, keys and values of all, and the indexer's projections likewise."""
         length, first = hidden_states.shape[1], None
         if group is not None:
-            group = check_ranks(hidden_states, group, self._alike() | {"with_index_loss": int(with_loss)}, base)
+            group, base = check_ranks(hidden_states, group, self._alike() | {"with_index_loss": int(with_loss)}, base)
             first = group.rank() * length
             position_ids = torch.arange(first, first + length, device=hidden_states.device)[None]
         query, key, value = self.projected(hidden_states, position_ids if rotation is None else None, rotation=rotation)

@@ -37,8 +37,9 @@ class IndexedCache(nn.Module):
 
     With ``pages`` sequences take memory as they grow, from a pool of pages. Which pages a sequence has is the caller's to say, in
     ``page_table``, before tokens come that need them; no two sequences write to the same page. Layers may share one table
-    (``cache.page_table = other.page_table``). Calls of up to 16 tokens read keys and values where they lie. Longer ones, and the choice among
-    index keys, gather all pages of the table: for a long prompt give the sequence alone, by :meth:`on_pages`.
+    (``cache.page_table = other.page_table``). Single tokens, and up to 16 without ``lengths``, read keys and values where they lie. Other
+    calls, and the choice among index keys in every call, copy all pages of the table: make ``max_length`` no longer than needed, and give a
+    long prompt alone, by :meth:`on_pages`.
 
     Args:
         batch_size: number of sequences B.
@@ -110,8 +111,13 @@ class IndexedCache(nn.Module):
             checks.each(checks.positive_int, pages=pages, page_size=page_size)
             if page_size % PAGE_UNIT:
                 raise ValueError(f"page_size: expected a multiple of {PAGE_UNIT}, got {page_size}")
+            most = -(-max_length // page_size)
+            if most * page_size > checks.MAX_LENGTH:
+                raise ValueError(
+                    f"max_length: expected up to {checks.MAX_LENGTH} in whole pages of {page_size}, got {max_length}"
+                )
             shapes = [(pages + 1, page_size, of, size) for of, size in ((heads, head_dim), (groups, index_dim))]
-            table = torch.full((batch_size, -(-max_length // page_size)), -1, dtype=torch.int32, device=device)
+            table = torch.full((batch_size, most), -1, dtype=torch.int32, device=device)
         self.register_buffer("key", torch.zeros(*shapes[0], **options))
         self.register_buffer("value", torch.zeros_like(self.key))
         self.register_buffer("index_key", torch.zeros(*shapes[1], **options))
@@ -207,7 +213,8 @@ class IndexedCache(nn.Module):
                 "select_only": True,
             }
             taken = lengths if checks.values_are_known(fits) else torch.where(fits, real, 0)
-            local = self.streaming.attend(*of_streaming, lengths=taken, padding_side=padding_side, **options)
+            side: PaddingSide = "right" if lengths is None else padding_side
+            local = self.streaming.attend(*of_streaming, lengths=taken, padding_side=side, **options)
             out = torch.cat((local, out), 1)
         self.length.copy_(after)  # last, so that a call that is refused changes nothing
         return out, mask
@@ -310,7 +317,7 @@ class IndexedCache(nn.Module):
         assert self.page_table is not None
         rows = buffer[self.page_table.long().clamp(0, buffer.shape[0] - 1)].flatten(1, 2).transpose(1, 2)
         is_own = torch.arange(rows.shape[2], device=rows.device) < after[:, None]
-        return torch.where(is_own[:, None, :, None], rows, 0.0)
+        return rows.masked_fill_(~is_own[:, None, :, None], 0.0)
 
     def rewind(self, n: int | Tensor) -> None:
         """Takes the last n tokens of each sequence back, see :meth:`dmattn.BoundedCache.rewind`."""

@@ -33,8 +33,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     - ``is_causal=True`` needs no ``attn_mask``. In torch's words "``is_causal`` provides a hint that ``attn_mask`` is the causal mask.
       Providing incorrect hints can result in incorrect execution"; here a mask that is given with the hint is not read. Where its
       values can be read at once, on the CPU and not while tracing, a mask that is not the causal one raises ValueError.
-    - The keys of ``add_bias_kv`` and ``add_zero_attn`` are seen under ``is_causal=True``, too, with and without weights; torch hides
-      them without.
+    - The keys of ``add_bias_kv`` and ``add_zero_attn`` are seen under ``is_causal=True``, too; torch hides them where no weights are
+      asked for.
     - Wrong shapes raise what torch raises, or ValueError; the rest as in all of dmattn. Nested tensors raise TypeError.
     - torch's ``TransformerEncoderLayer`` calls this module also in eval mode, and not a kernel of its own, which would know of no window:
       ``_qkv_same_embed_dim``, which it asks, is always False. Where this module came into a ``TransformerEncoder`` after that was

@@ -64,8 +64,8 @@ def attention_forward(
         position_ids: [B|1, S]; in a causal layer without a past, position 0 again begins another packed sequence.
         cu_seq_lens_q, cu_seq_lens_k: ends of packed sequences in a batch of 1, as the flattening collator gives them.
         indices: [B, Sq, n], the keys that each query may see in addition to the mask; negative ones stand for none.
-        block_indices: [B, heads, Sq, n], blocks of ``module.indexer.block_size`` keys instead, a list for each of 1, Hkv or H heads, or for
-            as many groups as divide one of these. They count from a row's beginning, so there is one sequence in it.
+        block_indices: [B, heads, Sq, n], blocks of ``module.indexer.block_size`` keys instead, where heads divides H or Hkv. They count from
+            a row's beginning, so there has to be one sequence in it; compiled calls do not check that.
         output_attentions: also return the weights (before dropout), computed again and slowly.
 
     Returns:

@@ -355,7 +355,7 @@ def _frozen(layer: SelectingAttention) -> str:
 
 
 class LossWithScores:
-    """A model's loss function, to whose loss the mean of the layers' score losses is added in training, unless all that it teaches is frozen.
+    """A model's loss function, to whose loss the mean of the layers' score losses is added in training, unless all that it trains is frozen.
 
     A trainer that accumulates gradients divides each part's sum of losses by the number of labels of all parts (``num_items_in_batch``); the
     score loss of a part then counts by its share of the labels.

@@ -37,6 +37,7 @@ class IndexedSelectingAttention(SelectingAttention):
 
     indexer: Indexer
     log_slope = None
+    instead_of_padding = "pad on the left"
     is_dense = False
     select_only = True
 

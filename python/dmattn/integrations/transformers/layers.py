@@ -59,6 +59,7 @@ class SelectingAttention(HidesOldNames, nn.Module):
     log_slope: nn.Parameter | None
     cache_rewind: int | None = None
     last_score_loss: Tensor | None = None
+    instead_of_padding = "pad on the left, or give a cache of bounded_cache(model), which counts tokens"
 
     def forward(
         self,
@@ -150,14 +151,17 @@ class SelectingAttention(HidesOldNames, nn.Module):
 
     def _check_padding(self, mask: Tensor | None, query: Tensor) -> None:
         """Refuses padding between tokens where positions count, since they are places of the row. On a GPU it looks at prompts alone."""
-        if mask is None or not (checks.values_are_known(mask) or (query.shape[2] > 1 and checks.values_can_be_read(mask))):
+        if mask is None or not checks.values_can_be_read(mask):
+            return
+        # Inference tensors would be read in each layer, and masks of single tokens in each step.
+        if not checks.values_are_known(mask) and (query.shape[2] == 1 or mask.is_inference()):
             return
         if self.local or self.sink_keys or self.log_slope is not None:
             _check_mask(mask)
             if remembered(has_inner_padding, mask, queries=query.shape[2]):
                 raise ValueError(
                     "attention_mask: expected padding on one side of each row with local, sink_keys or recency, which count places of a row, "
-                    "got padding between tokens; give a cache of bounded_cache(model), which counts tokens, or each row without its padding"
+                    f"got padding between tokens; {self.instead_of_padding}"
                 )
 
     def _offset(self, past_key_values: Any) -> int | Tensor:

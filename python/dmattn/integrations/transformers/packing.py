@@ -70,7 +70,7 @@ class Known(NamedTuple):
 
 
 # All layers of a model get the same tensors, or the same few, so a GPU is waited for once a forward pass. What lies on a CPU is read each
-# time: NumPy, which can write to it, tells nobody.
+# time: NumPy can write to it without a version bump.
 _known: deque[Known] = deque(maxlen=8)
 
 
