@@ -248,11 +248,10 @@ def index_top_k(
 
 def _per_sequence(query_offset: int | Tensor, sizes: IndexSizes) -> Tensor:
     """int32 [B], so that the positions of all queries are int32, too."""
-    offset: Any = bounds.position("query_offset", query_offset, sizes.device, sizes.batch)
-    if not isinstance(offset, Tensor):
-        offset = torch.full((sizes.batch,), offset, device=sizes.device)
-    first: Tensor = offset.reshape(-1).to(sizes.device).clamp(max=bounds.FOREVER - checks.MAX_LENGTH)
-    return first.int().expand(sizes.batch)
+    offset: Any = bounds.position("query_offset", query_offset, sizes.device, sizes.batch, room=checks.MAX_LENGTH)
+    if isinstance(offset, Tensor):
+        return offset.reshape(-1).to(sizes.device, torch.int32).expand(sizes.batch)
+    return torch.full((sizes.batch,), offset, dtype=torch.int32, device=sizes.device)
 
 
 def _gathered_pages(index_key: Tensor, page_table: Tensor, lengths: Tensor | None) -> Tensor:

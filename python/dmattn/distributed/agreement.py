@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -97,8 +97,13 @@ def _compare(call: Call) -> None:
     failed = _field(call, "failed")
     if any(failed):
         raise ValueError(f"rank {failed.index(1)} refused its own arguments; its error says why")
-    for name, *values in zip(FIELDS, *call, strict=True):
-        if name == "length" or len(set(values)) == 1:
+    refuse_differences(FIELDS, call, but="length")
+
+
+def refuse_differences(names: Iterable[str], call: Call, but: str = "") -> None:
+    """Refuses numbers of ranks, called ``names``, that are not the same on all of them; the one called ``but`` may differ."""
+    for name, *values in zip(names, *call, strict=True):
+        if name == but or len(set(values)) == 1:
             continue
         other = next(rank for rank, value in enumerate(values) if value != values[0])
         raise ValueError(

@@ -9,14 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives
 
-from dmattn.distributed.agreement import DTYPES, all_gather_ints
+from dmattn.distributed.agreement import DTYPES, all_gather_ints, refuse_differences
 from dmattn.distributed.chunks import Chunks, group_of
 from dmattn.distributed.values import compare
 from dmattn.masks import IntervalMask
 from dmattn.masks.interval import check_base
-
-DTYPE = "dtype of hidden_states"
-BASE = "length of base (0 none)"
 
 # Newer releases of torch have another name for it.
 _all_gather: Any = (
@@ -59,14 +56,9 @@ def check_ranks(
         return ranks, base
     if not torch.compiler.is_compiling():
         shape = {f"hidden_states [B, S, E], {name}": length for name, length in zip("BS", chunk.shape, strict=False)}
-        given = shape | {DTYPE: DTYPES.index(chunk.dtype)} | alike | {BASE: 0 if base is None else base.end.shape[-1]}
-        for name, *values in zip(given, *all_gather_ints(ranks, list(given.values())), strict=True):
-            other = next((rank for rank, value in enumerate(values) if value != values[0]), 0)
-            if other:
-                shown = [DTYPES[value] if name == DTYPE else value for value in values]
-                raise ValueError(
-                    f"{name}: expected the same on every rank, got {shown[0]} on rank 0 and {shown[other]} on rank {other}"
-                )
+        given = shape | {"dtype": DTYPES.index(chunk.dtype)} | alike
+        given["length of base (0 none)"] = 0 if base is None else base.end.shape[-1]
+        refuse_differences(given, all_gather_ints(ranks, list(given.values())))
     if base is not None:
         end, _ = compare({"base": base}, base.end, Chunks(ranks.group_name, ranks.rank(), [chunk.shape[1]] * size), None)
         base = base._replace(end=end)

@@ -21,11 +21,11 @@ def fewer(count: int, other: int) -> int:
     return least
 
 
-def position(name: str, given: object, device: torch.device, batch: int | None = None) -> Any:
+def position(name: str, given: object, device: torch.device, batch: int | None = None, room: int = 0) -> Any:
     """A position as an int, or as an int64 tensor that broadcasts with [B, 1, 1]: from an int, or integers without dimensions or [B], where
     ``batch`` says B if it is known.
 
-    A tensor's numbers beyond int32 count as the first or the last position there is.
+    A tensor's numbers beyond int32 count as the first or the last position there is. Behind the last are ``room`` more that are int32, too.
 
     Raises:
         TypeError: another type or dtype.
@@ -41,13 +41,14 @@ def position(name: str, given: object, device: torch.device, batch: int | None =
             raise ValueError(f"{name}: expected an int or a tensor [] or [B] with B={batch}, got {checks.shape_of(given)}")
         if given.device != device and (given.dim() or given.device.type != "cpu"):
             raise ValueError(f"{name}: expected device {device}, got {given.device}")
-        given = given.long().clamp(ALWAYS + 1, FOREVER - 1)  # int32 would wrap where positions are subtracted or compared
+        given = given.long().clamp(ALWAYS + 1, FOREVER - 1 - room)  # int32 would wrap where positions are subtracted or compared
         return given if given.dim() == 0 else given.view(-1, 1, 1)
     if isinstance(given, bool) or not isinstance(given, int | torch.SymInt):
         raise TypeError(f"{name}: expected an int or a tensor of integers, got {type(given).__name__}")
     if not ALWAYS < given < FOREVER:
         raise ValueError(f"{name}: expected an int of magnitude below 2^31 - 1, got {given}")
-    return given
+    known: Any = given
+    return fewer(known, FOREVER - 1 - room) if room else known
 
 
 def moved(bound: Tensor, by: int | Tensor) -> Tensor:

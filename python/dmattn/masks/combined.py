@@ -13,7 +13,7 @@ from torch import Tensor
 from dmattn import checks
 from dmattn.masks import drawing
 from dmattn.masks.block import BlockMask
-from dmattn.masks.data import MaskData, not_a_tensor
+from dmattn.masks.data import MaskData, unknown_operand
 from dmattn.masks.heads import same_heads
 from dmattn.masks.index import IndexMask
 from dmattn.masks.interval import IntervalMask
@@ -146,7 +146,7 @@ class CombinedMask(MaskData):
 def combined(a: MaskData, b: object) -> Any:
     """``a & b`` for masks of several kinds."""
     if not isinstance(b, MaskData):
-        return not_a_tensor(b)
+        return unknown_operand(b)
     parts = _parts_by_name(a)
     for name, part in _parts_by_name(b).items():
         parts[name] = parts[name] & part if name in parts else part

@@ -16,7 +16,7 @@ from dmattn.masks.heads import repeat_heads
 M = TypeVar("M", bound="MaskData")
 
 
-def not_a_tensor(other: object) -> Any:
+def unknown_operand(other: object) -> Any:
     """NotImplemented for what ``mask & other`` does not know, and a TypeError for a tensor, which many take for a mask."""
     if isinstance(other, Tensor):
         raise TypeError("other: expected a mask, got a tensor; make it one by BlockMask.from_bool or IndexMask.from_bool")

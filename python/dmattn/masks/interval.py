@@ -17,7 +17,7 @@ from dmattn import checks, ops
 from dmattn.masks import bounds, detect, drawing, tree
 from dmattn.masks.bounds import ALWAYS as ALWAYS
 from dmattn.masks.bounds import FOREVER as FOREVER
-from dmattn.masks.data import MaskData, join_batches, not_a_tensor
+from dmattn.masks.data import MaskData, join_batches, unknown_operand
 from dmattn.masks.heads import same_heads, with_rank
 from dmattn.renamed import renamed
 from dmattn.sharding import alike
@@ -508,7 +508,7 @@ def _intersection(mask: IntervalMask, other: object) -> Any:
     if not isinstance(other, IntervalMask):
         if torch.compiler.is_compiling() and isinstance(other, MaskData):  # torch 2.10 does not ask while compiling
             return other.__rand__(mask)
-        return not_a_tensor(other)
+        return unknown_operand(other)
     if not (mask.any_length or other.any_length or mask.serves(other._length)):
         raise ValueError(f"other: expected a mask for Sk={mask.key_length} keys like the first, got one for {other.key_length}")
     start = torch.maximum(*alike(*same_heads(mask.start, other.start, "other")))

@@ -374,7 +374,7 @@ class LossWithScores:
                 layer.last_score_loss = None
             warnings.warn(f"what selects keys does not learn: {_frozen(layers[0])}", stacklevel=2)
             return loss
-        score_loss = score_loss_of(self.model).to(loss.device)
+        score_loss = _taken_losses(layers).to(loss.device)
         total, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
         if total is not None and labels is not None:
             score_loss = score_loss * (labels[..., 1:] != -100).sum().to(loss.device) / torch.as_tensor(total, device=loss.device)
@@ -398,8 +398,13 @@ def score_loss_of(model: nn.Module) -> Tensor:
             labels or with a cache that held tokens; or it has no gradient, as with ``gradient_checkpointing_kwargs={"use_reentrant": True}``
             or if what it teaches is frozen, as by peft; a pass with labels then warns.
     """
+    return _taken_losses(selecting_layers(model))
+
+
+def _taken_losses(layers: list[SelectingAttention]) -> Tensor:
+    """The mean of the losses that layers hold since their last pass, and no longer after this."""
     losses: list[Tensor] = []
-    for layer in selecting_layers(model):
+    for layer in layers:
         loss, layer.last_score_loss = layer.last_score_loss, None
         if loss is not None and not _learns(layer):
             raise ValueError(f"model: expected scores that learn, but {_frozen(layer)}")

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from dmattn import checks
 from dmattn.attention import attention
-from dmattn.indexer import MAX_INDEX_HEADS
 from dmattn.integrations.transformers.cache import BoundedLayer
 from dmattn.integrations.transformers.layers import SelectingAttention, base_of, converted, selecting_layers, unwrapped
 from dmattn.masks.interval import segment_ends
 from dmattn.nn.indexer import Indexer
+from dmattn.nn.recipe import IndexRecipe
 from dmattn.nn.scores import drawn_rows, with_dense_rows
 from dmattn.sizes import padded
 
@@ -37,7 +37,7 @@ class IndexedSelectingAttention(SelectingAttention):
 
     indexer: Indexer
     log_slope = None
-    instead_of_padding = "pad on the left"
+    padding_advice = "pad on the left"
     is_dense = False
     select_only = True
 
@@ -115,7 +115,7 @@ def set_dense(model: W, dense: bool) -> W:
 
 
 def check_index_settings(heads: int, given: SimpleNamespace) -> None:
-    """Refuses settings that do not go together, or that the indexer does not take."""
+    """Refuses settings that do not go together, or that no indexer takes."""
     window, groups, block_size = given.window, given.groups, given.block_size
     checks.selection(window, given.local, given.sink_keys, True)
     checks.number_drawn("score_queries", given.score_queries)
@@ -124,30 +124,24 @@ def check_index_settings(heads: int, given: SimpleNamespace) -> None:
     checks.positive_int("block_size", block_size)
     if window % block_size:
         raise ValueError(f"window: expected a multiple of block_size={block_size}, got {window}")
-    checks.each(checks.positive_int, index_heads=given.index_heads, index_dim=given.index_dim)
+    checks.positive_int("index_dim", given.index_dim)
     if groups == 1 and given.index_dim % heads:
         raise ValueError(
             f"index_dim: expected a multiple of the {heads} key heads, in whose cache it lies, got {given.index_dim}"
         )
-    checks.head_size("index_dim", given.index_dim)
-    if given.index_heads > MAX_INDEX_HEADS:
-        raise ValueError(f"index_heads: expected at most {MAX_INDEX_HEADS}, got {given.index_heads}")
-    _indexer_of(8, heads, vars(given), device="meta")
-
-
-def _indexer_of(embed_dim: int, heads: int, settings: dict[str, Any], **like: Any) -> Indexer:
-    return Indexer(
-        embed_dim, heads if settings["groups"] == "heads" else 1, k=settings["window"] // settings["block_size"],
-        num_heads=settings["index_heads"], head_dim=settings["index_dim"], block_size=settings["block_size"],
-        block_score=settings["block_score"], local=settings["local"], sink_keys=settings["sink_keys"], **like,
-    )  # fmt: skip
+    IndexRecipe(**{name: getattr(given, name) for name in ("index_heads", "index_dim", "block_size", "block_score")})
 
 
 def add_indexer(layer: Any, settings: dict[str, Any]) -> None:
     """Puts an indexer into a layer, in the dtype and on the device of its weights."""
     weight, config = layer.k_proj.weight, layer.config
     dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
-    layer.indexer = _indexer_of(config.hidden_size, config.num_key_value_heads, settings, device=weight.device, dtype=dtype)
+    groups = config.num_key_value_heads if settings["groups"] == "heads" else 1
+    layer.indexer = Indexer(
+        config.hidden_size, groups, k=settings["window"] // settings["block_size"], num_heads=settings["index_heads"],
+        head_dim=settings["index_dim"], block_size=settings["block_size"], block_score=settings["block_score"], local=settings["local"],
+        sink_keys=settings["sink_keys"], device=weight.device, dtype=dtype,
+    )  # fmt: skip
     for name in ("window", "local", "sink_keys", "score_queries"):
         setattr(layer, name, settings[name])
     layer.is_dense = settings.get("is_dense", False)

@@ -59,7 +59,7 @@ class SelectingAttention(HidesOldNames, nn.Module):
     log_slope: nn.Parameter | None
     cache_rewind: int | None = None
     last_score_loss: Tensor | None = None
-    instead_of_padding = "pad on the left, or give a cache of bounded_cache(model), which counts tokens"
+    padding_advice = "pad on the left, or give a cache of bounded_cache(model), which counts tokens"
 
     def forward(
         self,
@@ -161,7 +161,7 @@ class SelectingAttention(HidesOldNames, nn.Module):
             if remembered(has_inner_padding, mask, queries=query.shape[2]):
                 raise ValueError(
                     "attention_mask: expected padding on one side of each row with local, sink_keys or recency, which count places of a row, "
-                    f"got padding between tokens; {self.instead_of_padding}"
+                    f"got padding between tokens; {self.padding_advice}"
                 )
 
     def _offset(self, past_key_values: Any) -> int | Tensor:
