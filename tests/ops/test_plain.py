@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import dmattn
@@ -78,8 +79,8 @@ def masks():
         "padding": (dmattn.IntervalMask.padding(50, torch.tensor([20, 50])), ("cpu", "cuda")),
         "block": (dmattn.BlockMask.from_bool(tensor((40, 50), 8) > 0), ("cpu", "cuda")),
         "shorter": (dmattn.BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 32), ()),
-        "lists": (dmattn.IndexMask(lists, local=3, sink_keys=1), ("cuda",)),
-        "causal lists": (dmattn.IndexMask(lists, is_causal=True), ("cuda",)),
+        "lists": (dmattn.IndexMask(lists, local=3, sink_keys=1), ("cpu", "cuda")),
+        "causal lists": (dmattn.IndexMask(lists, is_causal=True), ("cpu", "cuda")),
         "intersection": (dmattn.IndexMask(lists) & dmattn.IntervalMask.sliding_window(50, 9), ()),
         "bool": (tensor((40, 50), 8) > 0, ()),
     }
@@ -97,6 +98,21 @@ def test_masks(mask, devices, is_causal, device, served):
     assert torch.equal(out, usual(lambda: dmattn.attention(*given, mask, is_causal=is_causal)))
 
 
+def test_sdpa(device, served):
+    q, k, v = inputs(device, torch.bfloat16)
+    sdpa = dmattn.scaled_dot_product_attention
+    out = sdpa(q, k, v, enable_gqa=True)
+    assert served == [True]
+    assert torch.equal(out, usual(lambda: sdpa(q, k, v, enable_gqa=True)))
+    served.clear()
+    with pytest.raises(ValueError, match="head dimensions that broadcast"):  # two key heads for four
+        sdpa(q, k, v)
+    sdpa(q, k, v, is_causal=True, enable_gqa=True)  # which begins at the first key, where ours ends at the last
+    assert served == []
+    one = [given[:, :1] for given in (k, v)]
+    assert torch.equal(sdpa(q, *one), sdpa(q, *[given.expand(-1, 4, -1, -1) for given in one]))
+
+
 class Strange(torch.Tensor):
     pass
 
@@ -104,9 +120,8 @@ class Strange(torch.Tensor):
 def test_what_is_not_plain_takes_the_usual_way(served):
     q, k, v = inputs()
     scores = tensor((2, 2, 50), 7)
-    learned = q.clone().requires_grad_()
-    dmattn.attention(learned, k, v).sum().backward()
-    dmattn.dynamic_mask_attention(q, k, v, scores.clone().requires_grad_(), 9)
+    dmattn.attention(q, k, v, key_bias=scores)
+    dmattn.dynamic_mask_attention(q, k, v, scores, 9, base=dmattn.IntervalMask.padding(50, torch.tensor([20, 50])))
     torch.func.vmap(dmattn.attention)(q[None], k[None], v[None])
     dmattn.attention(q.as_subclass(Strange), k, v)
     with torch.autocast("cpu", torch.bfloat16):
@@ -115,10 +130,32 @@ def test_what_is_not_plain_takes_the_usual_way(served):
         dmattn.attention(q, k, v)
     assert counter.get_total_flops() > 0
     assert not any(served)
-    dmattn.attention(learned.detach(), k, v)
-    with torch.no_grad():
-        dmattn.attention(learned, k, v)
-    assert served[-2:] == [True, True]
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_gradients(is_deterministic, device, served):
+    """With ``torch.use_deterministic_algorithms`` in equal bits on all devices."""
+    leaves = [given.requires_grad_() for given in (*inputs(device, torch.bfloat16), tensor((2, 2, 50), 7, torch.float32, device))]
+    q, k, v, scores = leaves
+
+    def gradients(call):
+        return torch.autograd.grad(call().sum(), leaves, allow_unused=True)
+
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        for call in (
+            lambda: dmattn.attention(q, k, v),
+            lambda: dmattn.attention(q, k, v, dmattn.IntervalMask.top_k(scores, 9), is_causal=True),
+            lambda: dmattn.dynamic_mask_attention(q, k, v, scores, 9, local=2),
+        ):
+            found = gradients(call)
+            expected = usual(functools.partial(gradients, call))
+            torch.testing.assert_close(found, expected)
+            if is_deterministic:
+                assert all(a is b or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert served == [True, False] * 3
 
 
 def bad_calls():

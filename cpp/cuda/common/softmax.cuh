@@ -22,18 +22,6 @@ __device__ __forceinline__ float sum_over_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// 2^x for x <= 0 without the unit of exponentials: 2^n p(x - n) for the integer n nearest to x, with a polynomial whose relative
-// error is 3e-6. Below 2^-126.5 it is 0, as exp2_approx is; NaN stays NaN.
-__device__ __forceinline__ float exp2_by_polynomial(float x) {
-  constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: in a sum with it the last bit counts 1
-  float bounded;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(bounded) : "f"(x), "f"(-127.0f));
-  const float sum = bounded + kToInteger, rest = bounded - (sum - kToInteger);
-  float p = fmaf(0.0095701022f, rest, 0.0559178628f);
-  p = fmaf(p, rest, 0.2402474433f), p = fmaf(p, rest, 0.6931217909f), p = fmaf(p, rest, 0.9999992847f);
-  return p * __uint_as_float((__float_as_uint(sum) << 23) + 0x3f800000u);
-}
-
 // The logarithm of a sum of exponentials, as a float and what rounding left out of it.
 struct LogSum {
   float value, rest;
@@ -184,9 +172,7 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1, kNatural> {
 
   // Scores become exp(logit - maximum) and are added to the sums. scores * to_base_2 are logits in base 2, or with is_subtracted
   // exponents, from which the maximum has been subtracted.
-  //
-  // kByPolynomial of eight exponentials are polynomials: where another function than the exponential keeps its unit busy.
-  template <int kByPolynomial, int kColumns>
+  template <int kColumns>
   __device__ __forceinline__ void exponentiate(float (&scores)[kColumns][4], float to_base_2, bool is_subtracted) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -198,8 +184,7 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1, kNatural> {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& element = scores[n][2 * r + e];
-          const float exponent = fmaf(element, to_base_2, -reference);
-          element = (2 * n + e) * kByPolynomial % 8 < kByPolynomial ? exp2_by_polynomial(exponent) : exp2_approx(exponent);
+          element = exp2_approx(fmaf(element, to_base_2, -reference));
           parts[(2 * n + e) % kChains] += element;
         }
       }

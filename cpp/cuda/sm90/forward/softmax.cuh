@@ -6,9 +6,6 @@
 #include "bias.cuh"
 #include "mask.cuh"
 
-#ifndef DMATTN_POLY
-#define DMATTN_POLY 3
-#endif
 namespace dmattn::cuda::sm90 {
 
 // Weights that dropout drops become 0. key_hash: of the keys from the thread's first column on.
@@ -36,7 +33,6 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
                                              bool has_bias, const PairBias& pair_bias, const Between& between) {
   using Descriptor = TileDescriptor<kDim, Traits>;
   constexpr bool kNatural = Traits::kBias != Bias::kNone;
-  constexpr int kByPolynomial = Traits::kLogits == Logits::kCapped ? DMATTN_POLY : 0;  // tangents take the exponentials' unit
   const AttentionParams& p = call.p;
   const QueryTileDescriptor& tile = shared.tiles[tile_number % ForwardShared<kDim, Traits>::kQueryTileDescriptors];
   // Scores times `unit` are in the units of the running maximum, scores times to_base_2 are logits in base 2.
@@ -121,7 +117,7 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
     to_base_2 = 1.0f;
   }
   // Turn scores into weights and add them to the rows' sums.
-  softmax.template exponentiate<kByPolynomial>(scores[0], to_base_2, is_subtracted);
+  softmax.exponentiate(scores[0], to_base_2, is_subtracted);
   if constexpr (Traits::kHasOptions) {
     if (call.threshold != 0) {
       drop_weights(scores[0], &descriptor.key_hash[column], {shared.row_hash[row], shared.row_hash[row + 8]}, call.threshold);
