@@ -40,6 +40,7 @@ def calls(device: str) -> list[tuple[str, Callable[[], object]]]:
     scores = torch.randn(1, 2, length, device=device)
     interval = dmattn.IntervalMask.causal(length, device=device)
     block = dmattn.BlockMask.from_bool(torch.ones(rows, length, dtype=torch.bool, device=device))
+    lists = dmattn.IndexMask(torch.randint(0, length, (1, 2, rows, 16), device=device, dtype=torch.int32), is_causal=True)
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
     learned = scores.clone().requires_grad_()
 
@@ -55,6 +56,7 @@ def calls(device: str) -> list[tuple[str, Callable[[], object]]]:
         ("  and backward", lambda: trained(dmattn.attention(*leaves), leaves)),
         ("attention, interval mask", lambda: dmattn.attention(query, key, value, interval)),
         ("attention, block mask", lambda: dmattn.attention(query, key, value, block)),
+        ("attention, index mask", lambda: dmattn.attention(query, key, value, lists)),
         ("dynamic_mask_attention", lambda: dmattn.dynamic_mask_attention(query, key, value, scores, 4)),
         ("  with gradients", lambda: dmattn.dynamic_mask_attention(*leaves, learned, 4)),
         ("  and backward", lambda: trained(dmattn.dynamic_mask_attention(*leaves, learned, 4), [*leaves, learned])),

@@ -14,6 +14,7 @@
 //   lse_rest [B, H, Sq], what rounding left out of lse; [0] where there is no key_bias and no bias
 //   hints, which change speed, never results: is_in_order, the keys that a query sees are neighbours, or nearly so, by start and
 //   end; most_keys, a query sees at most so many keys, 0 where that is not known
+//   forward_plain: select, where there are scores, and forward, with fewer arguments, which torch reads in less time
 //   index_top_k: index_query [B, G, Sq, Hi, Di]   index_key [B, G, n, Di], n = Sk, or with is_pooled the means of Sk / block_size
 //   whole blocks   weights [B, G, Sq, Hi], slope [G], of the type of lse   start, end int32 [B|1, G|1, n]
 //   query_offset, lengths int32 [B]   indices int32, scores [B, G, Sq, min(k, blocks)]; scores [0] without with_scores
@@ -60,6 +61,10 @@ DMATTN_OPS(m) {
       "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic, bool is_in_order=False, "
       "SymInt most_keys=0, int index_block=1, SymInt index_local=0, SymInt index_sinks=0) "
       "-> (Tensor out, Tensor lse, Tensor lse_rest)");
+
+  m.def(
+      "forward_plain(Tensor query, Tensor key, Tensor value, Tensor? scores, Tensor? key_bias, SymInt window, bool is_causal, "
+      "SymInt local, SymInt sink, float scale, float softcap) -> (Tensor out, Tensor lse)");
 
   m.def(
       "backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "

@@ -45,4 +45,13 @@ inline CheckedSelect check_select(const Tensor& scores, std::optional<Tensor> se
   return checked;
 }
 
+namespace cpu {
+Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_t window, bool is_causal, int64_t local,
+                 int64_t sink);
+}
+namespace cuda {
+Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_t window, bool is_causal, int64_t local,
+                 int64_t sink);
+}
+
 }  // namespace dmattn

@@ -93,7 +93,7 @@ EQUIVALENT: dict[str, tuple[str, str]] = {
         "kDepth = sizeof(R) == 8 ? 9 : [5 -> 6];",
         "One term more of a fraction that is exact to rounding already.",
     ),
-    "cpp/forward_arguments.h:ForwardResults: swapped arguments 7": (
+    "cpp/forward_arguments.h:CheckedForward: swapped arguments 7": (
         "[is_in_order, most_keys -> most_keys, is_in_order],",
         "Both are hints for CUDA kernels, which the CPU build does not read.",
     ),

@@ -112,6 +112,8 @@ void select(const SelectParams& p) {
   });
 }
 
+}  // namespace
+
 Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_t window, bool is_causal, int64_t local,
                  int64_t sink) {
   const CheckedSelect checked = check_select(scores, std::move(segment_end), window, is_causal, local, sink);
@@ -125,7 +127,6 @@ Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_
   return checked.end;
 }
 
-}  // namespace
 }  // namespace dmattn::cpu
 
 DMATTN_KERNELS(CPU, m) { m.impl("select", TORCH_BOX(&dmattn::cpu::select_op)); }

@@ -15,13 +15,13 @@ cudaError_t launch(const ForwardCall& call, const ForwardPlan& plan, cudaStream_
   return sm80::forward(call, plan.instance, stream);
 }
 
-ForwardResults forward_op(AttentionArguments given) {
+CheckedForward forward_op(AttentionArguments given, bool wants_rest) {
   const Device device(given.query);
-  CheckedForward checked = check_forward(std::move(given));
+  CheckedForward checked = check_forward(std::move(given), wants_rest);
   align_inputs(checked.inputs);
   const AttentionParams& p = checked.inputs.params;
   const ForwardPlan plan = plan_forward(p, target_of(device));
-  if (plan.family == Family::kNone) return checked.results();
+  if (plan.family == Family::kNone) return checked;
 
   const OwnedWorkspace memory(checked.inputs.given.query, plan.workspace.bytes);
   ForwardCall call;
@@ -40,10 +40,13 @@ ForwardResults forward_op(AttentionArguments given) {
   }
   for_each_round(call, p, plan.unions, memory.data(), call.live_keys.tile_counter, device.stream(),
                  [&](const ForwardCall& round) { check_cuda(launch(round, plan, device.stream()), "attention kernel"); });
-  return checked.results();
+  return checked;
 }
 
 }  // namespace
 }  // namespace dmattn::cuda
 
-DMATTN_KERNELS(CUDA, m) { m.impl("forward", TORCH_BOX(&dmattn::unpack_forward<dmattn::cuda::forward_op>)); }
+DMATTN_KERNELS(CUDA, m) {
+  m.impl("forward", TORCH_BOX(&dmattn::unpack_forward<dmattn::cuda::forward_op>));
+  m.impl("forward_plain", TORCH_BOX((&dmattn::unpack_forward_plain<dmattn::cuda::forward_op, dmattn::cuda::select_op>)));
+}

@@ -30,9 +30,8 @@ inline Target target_of(const Device& device) {
 // The memory of a call beside its arguments and results; none where the plan needs none.
 class OwnedWorkspace {
  public:
-  OwnedWorkspace(const Tensor& like, int64_t bytes) {
-    if (bytes > 0) memory_ = empty_on(like, {bytes}, ScalarType::Byte);
-  }
+  OwnedWorkspace(const Tensor& like, int64_t bytes)
+      : memory_(bytes > 0 ? std::optional(empty_on(like, {bytes}, ScalarType::Byte)) : std::nullopt) {}
   void* data() const { return memory_ ? memory_->data_ptr() : nullptr; }
 
  private:

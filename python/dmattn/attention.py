@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmattn import checks, sharding
+from dmattn import checks, plain, sharding
 from dmattn.call import NO_MASK, MaskTensors, at_offset, attend, autocast, mask_tensors, options_of, with_mask
 from dmattn.masks import IntervalMask, Mask
 from dmattn.masks.interval import most_selected, select_interval
@@ -85,6 +85,10 @@ def attention(
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, device or value. Both name the argument, what was expected and what it got.
     """
+    if key_bias is bias is dropout_seed is sinks is query_offset is None and deterministic is return_lse is False:
+        result = plain.attention(query, key, value, mask, is_causal, scale, softcap, dropout_p)
+        if result is not None:
+            return result[0]
     checks.flags(is_causal, deterministic, return_lse)
     query, key, value = autocast(query, key, value)
     sizes = sizes_of(query, key, value)
@@ -179,6 +183,12 @@ def selected_attention(
     query_offset: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`dynamic_mask_attention` whose scores select alone: ``key_bias`` is what is added to the logits. Gives out and lse."""
+    if base is None and dropout_seed is sinks is query_offset is None and deterministic is False:
+        result = plain.selected_attention(
+            query, key, value, scores, window, key_bias, is_causal, local, sink_keys, scale, softcap, dropout_p
+        )
+        if result is not None:
+            return result
     checks.flags(is_causal, deterministic, False)
     query, key, value = autocast(query, key, value)
     sizes = sizes_of(query, key, value)

@@ -94,6 +94,11 @@ def forward(
 
 
 @fake
+def forward_plain(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    return empty_in_order_of(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
+
+
+@fake
 def backward(
     query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None, bias: Tensor | None, need_key_bias: bool, need_bias: bool,
     **_: object,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dmattn import autograd, ops
+from dmattn import autograd, ops, plain
 from dmattn.call import NO_MASK
 from dmattn.composed import LISTS
 from dmattn.fake import OPS
@@ -36,6 +36,8 @@ def is_on(name: str, environment: Mapping[str, str]) -> bool:
 def install(environment: Mapping[str, str] = os.environ) -> None:
     """Replaces the functions that the public functions call by ones that print or mark, where the environment asks for it."""
     log, nvtx = (is_on(name, environment) for name in VARIABLES)
+    if log or nvtx:
+        plain.is_enabled = False
     if log:
         ops.forward = logged(ops.forward, lambda inputs: (inputs[3:11], inputs[14], inputs[21:24]))
         ops.decode_if_plain = logged(ops.decode_if_plain, lambda inputs: (NO_MASK, inputs[8], LISTS))

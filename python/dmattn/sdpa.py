@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dmattn import checks
+from dmattn import checks, plain
 from dmattn.call import NO_MASK, attend, autocast, mask_tensors, options_of
 from dmattn.masks.interval import FOREVER
 from dmattn.sizes import padded, sizes_of
@@ -61,6 +61,11 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return passed_on
+    has_heads = query.dim() == key.dim() == 4 and (enable_gqa or query.shape[1] == key.shape[1])
+    if has_heads and attn_mask is None and not (is_causal and query.shape[2] != key.shape[2]):
+        result = plain.attention(query, key, value, None, is_causal, scale, 0.0, dropout_p)
+        if result is not None:
+            return result[0]
     size, value_size = query.shape[-1], value.shape[-1]
     if key.shape[-1] != size:
         raise ValueError(f"key: expected a last dimension E={size} like query, got {key.shape[-1]}")

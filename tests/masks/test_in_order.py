@@ -6,7 +6,7 @@ import dmattn
 import pytest
 import torch
 from cuda_inputs import assert_same_results
-from dmattn import BlockMask, IntervalMask, ops
+from dmattn import BlockMask, IntervalMask, autograd
 from dmattn._library import arguments_of
 from dmattn.testing import AttentionCase, assert_matches_reference, strategies
 from dmattn_bench.two_ways import assert_same_lse_by_another_way
@@ -58,8 +58,8 @@ CALLS = {
 @pytest.mark.parametrize(("call", "hint"), CALLS.values(), ids=CALLS)
 def test_which_calls_give_it(monkeypatch, call, hint):
     """To forward and to backward, on the short way and on the dispatcher's."""
-    given, forward = [], ops.forward
-    monkeypatch.setattr(ops, "forward", lambda *inputs: given.append(inputs) or forward(*inputs))
+    given, short_attention = [], autograd.short_attention
+    monkeypatch.setattr(autograd, "short_attention", lambda inputs: given.append(inputs) or short_attention(inputs))
     leaves = tokens()
     expected = torch.autograd.grad(call(*leaves).sum(), leaves)
     assert [inputs[PLACES["forward"]] for inputs in given] == [hint]

@@ -10,7 +10,7 @@ import dmattn
 import hypothesis
 import pytest
 import torch
-from dmattn import BlockMask, IntervalMask, ops
+from dmattn import BlockMask, IntervalMask
 from dmattn.masks import collate
 from dmattn.nn import DynamicMaskAttention, MaskBuffer, ScoreRecipe
 from dmattn.testing import AttentionCase, assert_matches_reference, strategies
@@ -141,11 +141,15 @@ def tokens(length=SK, seed=0, heads=(4, 2)):
 @pytest.fixture
 def told(monkeypatch):
     """What the ops forward and backward are told, in turn."""
-    counts, forward, gradients = [], ops.forward, dmattn.autograd._gradients
+    counts, below_autograd = [], dmattn.autograd.below_autograd
     assert torch.ops.dmattn.forward.default._schema.arguments[PLACE].name == "most_keys"
     assert torch.ops.dmattn.backward.default._schema.arguments[BACKWARD_PLACE].name == "most_keys"
-    monkeypatch.setattr(ops, "forward", lambda *inputs: counts.append(inputs[PLACE]) or forward(*inputs))
-    monkeypatch.setattr(dmattn.autograd, "_gradients", lambda inputs: counts.append(inputs[BACKWARD_PLACE]) or gradients(inputs))
+
+    def call(op, inputs):
+        counts.append(inputs[PLACE if op is torch.ops.dmattn.forward else BACKWARD_PLACE])
+        return below_autograd(op, inputs)
+
+    monkeypatch.setattr(dmattn.autograd, "below_autograd", call)
     return counts
 
 

@@ -7,11 +7,11 @@ import warnings
 import dmattn
 import pytest
 import torch
-from dmattn import autograd, call, ops, profiling
+from dmattn import autograd, call, ops, plain, profiling
 from dmattn.testing import strategies
 
 tensor = strategies.random_tensor
-FUNCTIONS = [(ops, name) for name in profiling.MARKED] + [(autograd, "_gradients")]
+FUNCTIONS = [(ops, name) for name in profiling.MARKED] + [(autograd, "_gradients"), (plain, "is_enabled")]
 
 
 @pytest.fixture

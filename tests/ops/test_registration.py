@@ -78,6 +78,13 @@ def test_opcheck_forward(arguments):
     torch.library.opcheck(ops.forward.default, arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+def test_opcheck_forward_plain(dtype):
+    given, scores = inputs(dtype=dtype), tensor((2, 2, 50), 8, torch.promote_types(dtype, torch.float32))
+    torch.library.opcheck(ops.forward_plain.default, (*given, None, None, 0, True, 0, 0, 0.25, 0.0))
+    torch.library.opcheck(ops.forward_plain.default, (*given, scores, scores, 9, True, 3, 1, 0.25, 4.0))
+
+
 @pytest.mark.parametrize("pattern", FORWARD)
 @pytest.mark.parametrize("with_grad_lse", [True, False])
 def test_opcheck_backward(pattern, with_grad_lse):

@@ -70,11 +70,13 @@ struct Row {
   }
 };
 
-// The scores of all blocks, or of those of the sample; a block may have several, `written` in all.
+// The scores of all blocks, or of those of the sample; with kFolds a block may have several, `written` in all.
+template <bool kFolds>
 struct ReadScores {
   const float* from;
   int written, log2_fold;
   __device__ __forceinline__ Number operator()(int block) const {
+    if (!kFolds) return {in_order(from[block]), block};
     const int first = block << log2_fold, last = min(first + (1 << log2_fold), written);
     float most = from[first];
     for (int part = first + 1; part < last; ++part) most = fmaxf(most, from[part]);
@@ -358,7 +360,8 @@ struct RowOfPart {
     const int log2_block = call.log2_score_block + call.log2_fold;
     blocks = (max(in.end, in.later_end) + (1 << log2_block) - 1) >> log2_block;
   }
-  __device__ __forceinline__ ReadScores scores(const IndexCall& call) const {
+  template <bool kFolds>
+  __device__ __forceinline__ ReadScores<kFolds> scores(const IndexCall& call) const {
     const int written = (max(in.end, in.later_end) + (1 << call.log2_score_block) - 1) >> call.log2_score_block;
     return {call.scores + number * call.row_stride, written, call.log2_fold};
   }
@@ -373,7 +376,7 @@ __global__ __launch_bounds__(kWarps * 32,
   const RowOfPart own(call);
   if (!own.is_real) return;
   const int log2 = call.sample.log2;
-  const Row<kWarps, ReadScores> row(own.scores(call), (own.blocks + (1 << log2) - 1) >> log2, room);
+  const Row<kWarps, ReadScores<false>> row(own.scores<false>(call), (own.blocks + (1 << log2) - 1) >> log2, room);
   constexpr int kSpare = 4;  // of the sample, far fewer than the candidates have room for
   const uint64_t cut = find_cut(s, row, call.sample.rank, kSpare);
   if (threadIdx.x > 0) return;
@@ -420,7 +423,7 @@ __global__ __launch_bounds__(kWarps * 32,
       choose_again(s, call, room);
     }
   } else {
-    choose<kWarps>(s, call, own, own.scores(call), own.blocks, room);
+    choose<kWarps>(s, call, own, own.scores<true>(call), own.blocks, room);
   }
 }
 

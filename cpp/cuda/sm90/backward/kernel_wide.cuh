@@ -81,7 +81,7 @@ __device__ __forceinline__ void add_wide_grad_query(float* to, int columns, cons
 }
 
 // The products of a warpgroup. Each is issued; committing and waiting are up to the caller.
-template <class T, bool kHasOptions>
+template <class T, bool kHasOptions, bool kSkips>
 struct WideProducts {
   using Shared = BackwardShared<kWideDim, kHasOptions>;
   static constexpr BackwardShape kShape = Shared::kShape;
@@ -95,9 +95,16 @@ struct WideProducts {
   static constexpr uint32_t kScoreStep = step_of(kShape.keys * kShape.queries * 2);
   static constexpr uint32_t kToGradScores = step_of(offsetof(Shared, grad_score) - offsetof(Shared, weight));
   uint32_t keys, my_key_columns, my_queries, my_query_columns, weights;  // tiles, or parts of them, as they are described
+  // Panels of 64 columns that hold the columns of queries and keys, and of values; whether any of the warpgroup's own panels do.
+  // Products with the others are zero, and with kSkips they are left out.
+  int head_panels, value_panels;
+  bool has_second_piece, has_values;
 
-  __device__ __forceinline__ explicit WideProducts(const Shared& shared) {
+  __device__ __forceinline__ WideProducts(const Shared& shared, const AttentionParams& p)
+      : head_panels((static_cast<int>(p.head_dim) + 63) / 64), value_panels((static_cast<int>(p.value_dim) + 63) / 64) {
     const uint32_t group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // the same in all lanes
+    const int first_panel = static_cast<int>(group) * (kColumns / 64);
+    has_second_piece = head_panels > first_panel + 1, has_values = value_panels > first_panel;
     keys = describe_panels(shared_address(shared.key), kKeyPanel);
     my_key_columns = keys + step_of(group * (kColumns / 64) * kKeyPanel);
     const uint32_t queries = describe_panels(shared_address(shared.query), kQueryPanel);
@@ -107,18 +114,19 @@ struct WideProducts {
   }
 
   // to = keys * queries^T, or values * grad_out^T, for half of the queries.
-  __device__ __forceinline__ void begin_rows(float (&to)[kMine / 8][4], uint32_t a, uint32_t b) const {
+  __device__ __forceinline__ void begin_rows(float (&to)[kMine / 8][4], uint32_t a, uint32_t b, int panels) const {
 #pragma unroll
     for (int k = 0; k < kWideDim / 16; ++k) {
+      if (kSkips && k >= kWideDim / 32 && k % 4 == 0 && k / 4 >= panels) break;
       Product<T, kMine>::from_shared(to, complete(a + step_of_columns(k, kKeyPanel)),
                                      complete(b + step_of_columns(k, kQueryPanel)), k > 0);
     }
   }
   __device__ __forceinline__ void begin_scores(float (&to)[kMine / 8][4], uint32_t stage) const {
-    begin_rows(to, keys, my_queries + stage * kQueryStep);
+    begin_rows(to, keys, my_queries + stage * kQueryStep, head_panels);
   }
   __device__ __forceinline__ void begin_grad_scores(float (&to)[kMine / 8][4], uint32_t stage) const {
-    begin_rows(to, keys + kToValues, my_queries + kToGradOuts + stage * kQueryStep);
+    begin_rows(to, keys + kToValues, my_queries + kToGradOuts + stage * kQueryStep, value_panels);
   }
 
   // to += scores * queries, or scores * grad_out: half of the columns of a sum over queries.
@@ -130,6 +138,7 @@ struct WideProducts {
     }
   }
   __device__ __forceinline__ void begin_grad_value(float (&to)[kColumns / 8][4], uint32_t stage) const {
+    if (kSkips && !has_values) return;
     begin_sums(to, weights, my_query_columns + kToGradOuts + stage * kQueryStep);
   }
   __device__ __forceinline__ void begin_grad_key(float (&to)[kColumns / 8][4], uint32_t stage, uint32_t chunk) const {
@@ -138,6 +147,7 @@ struct WideProducts {
 
   // to = grad_scores^T * keys: a piece of half of the columns.
   __device__ __forceinline__ void begin_grad_query(float (&to)[kPiece / 8][4], int piece, uint32_t chunk) const {
+    if (kSkips && piece > 0 && !has_second_piece) return;
     const uint32_t a = weights + kToGradScores + chunk % 2 * kScoreStep;
 #pragma unroll
     for (int k = 0; k < kShape.keys / 16; ++k) {
@@ -157,7 +167,7 @@ class WideGradientConsumer {
   using Shared = BackwardShared<kWideDim, Traits::kHasOptions>;
 
   __device__ __forceinline__ WideGradientConsumer(const BackwardCall& call, Shared& shared)
-      : call_(call), shared_(shared), products_(shared) {}
+      : call_(call), shared_(shared), products_(shared, call.b.forward) {}
 
   __device__ __forceinline__ void run() {
     for (;; ++tile_visit_) {
@@ -169,7 +179,7 @@ class WideGradientConsumer {
   }
 
  private:
-  using Products = WideProducts<T, Traits::kHasOptions>;
+  using Products = WideProducts<T, Traits::kHasOptions, Traits::kKeys == Keys::kUnion>;  // skips: measured with lists alone
   static constexpr BackwardShape kShape = Shared::kShape;
   static constexpr int kDim = kWideDim, kN = Products::kMine / 8, kSteps = Products::kMine / 16, kOut = Products::kColumns / 8,
                        kPieceN = Products::kPiece / 8;

@@ -24,12 +24,18 @@ struct ForwardProducts {
   using Shared = ForwardShared<kDim, Traits>;
   static constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
   static constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kSteps = kShape.keys / 16, kOut = kDim / 8;
+  static constexpr int kPart = kDim < 128 ? kDim : 128;  // columns of values that are multiplied at a time
+  // Whether columns that narrower heads do not have, which are zero, are left out. Measured with lists alone.
+  static constexpr bool kSkips = kDim > 128 && Traits::kKeys == Keys::kUnion;
   static constexpr uint32_t kStageStep = step_of(kShape.keys * kDim * 2), kTileStep = step_of(kRows * kDim * 2);
   uint32_t query_tiles, key_tiles, value_tiles;
+  bool has_last_panel, has_last_part;  // of the columns of queries and keys, and of those of values
   uint32_t ones, thirds;  // operands of the key_bias: a float32 is the sum of three bfloat16 terms, each multiplied by one
 
-  __device__ __forceinline__ ForwardProducts(const Shared& shared, int group)
-      : query_tiles(describe_panels(shared_address(shared.query) + group * (64 * 128), kRows * 128)),
+  __device__ __forceinline__ ForwardProducts(const Shared& shared, int group, const AttentionParams& p)
+      : has_last_panel(!kSkips || p.head_dim > kDim - 64),
+        has_last_part(!kSkips || p.value_dim > kDim - kPart),
+        query_tiles(describe_panels(shared_address(shared.query) + group * (64 * 128), kRows * 128)),
         key_tiles(describe_panels(shared_address(shared.key), kShape.keys * 128)),
         value_tiles(describe_panels(shared_address(shared.value), kShape.keys * 128)),
         ones(describe_narrow(shared_address(shared.bias_operands.ones))),
@@ -47,6 +53,7 @@ struct ForwardProducts {
     }
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
+      if (kSkips && k == kDim / 16 - 4 && !has_last_panel) break;
       Product<T, kShape.keys>::from_shared(scores, complete(queries + step_of_columns(k, kRows * 128)),
                                            complete(keys + step_of_columns(k, kShape.keys * 128)),
                                            kMultipliesBias<Traits> || is_biased || k > 0);
@@ -55,14 +62,23 @@ struct ForwardProducts {
   }
   // Issues out += weights V.
   __device__ __forceinline__ void begin_sums(float (&out)[kOut][4], const uint32_t (&weights)[kSteps][4], uint32_t stage) const {
-    constexpr int kPart = kDim < 128 ? kDim : 128;  // columns at a time
     const uint32_t values = value_tiles + stage * kStageStep;
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    const auto multiply = [&](int part, int k) {
+      Product<T, kPart>::from_registers(reinterpret_cast<float(&)[kPart / 8][4]>(out[part / 8]), weights[k],
+                                        complete(values + step_of(part / 64 * (kShape.keys * 128) + k * (16 * 128))));
+    };
+    if constexpr (kSkips) {
 #pragma unroll
       for (int part = 0; part < kDim; part += kPart) {
-        Product<T, kPart>::from_registers(reinterpret_cast<float (&)[kPart / 8][4]>(out[part / 8]), weights[k],
-                                          complete(values + step_of(part / 64 * (kShape.keys * 128) + k * (16 * 128))));
+        if (part > 0 && !has_last_part) break;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) multiply(part, k);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int part = 0; part < kDim; part += kPart) multiply(part, k);
       }
     }
     commit_products();
@@ -123,7 +139,7 @@ class Consumer {
         maps_(maps),
         shared_(shared),
         group_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0)),
-        products_(shared, group_),
+        products_(shared, group_, call.p),
         has_bias_(Traits::kKeys == Keys::kIntervals ||
                   (Traits::kBias == Bias::kKey && call.p.key_bias.data && (!Traits::kHasOptions || call.cap_scale == 0.0f))) {}
 
