@@ -89,7 +89,7 @@ def selected_attention(
 
 
 def _raise_others(problem: RuntimeError) -> None:
-    """Raises what is not said by an op about its arguments: errors of hooks, of devices, and of memory, which are not tried again."""
+    """Raises all but an op's errors about its arguments: those of hooks, of devices, and of memory, which is not asked for twice."""
     if "dmattn" not in str(problem) or "could not allocate" in str(problem):
         raise problem
 
