@@ -17,7 +17,7 @@ struct CheckedForward {
 };
 
 // Forward as torch calls it. Its arguments are in the order of schema.cpp: a device registers
-// TORCH_BOX(&unpack_forward<op>) for an `op` that takes them as one struct.
+// TORCH_BOX(&unpack_forward<op>) for an `op` that takes them as one struct, and whether lse_rest is wanted.
 template <CheckedForward (*op)(AttentionArguments, bool wants_rest)>
 ForwardResults unpack_forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> start,
                               std::optional<Tensor> end, std::optional<Tensor> tiles, std::optional<Tensor> rows,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dmattn_bench.front_page import LONG, RECALL, SHORT
 from dmattn_bench.quality_report import NAMES, model_of
 from dmattn_bench.records import Result, Row, first_peer
 from dmattn_bench.style import MODELS, OURS, OURS_TOO, RC, baseline, short
@@ -215,27 +216,9 @@ def draw_models(runs: list[Run], path: Path) -> None:
         NothingToDrawError: for one of them no model was trained.
     """
     panels = (
-        (
-            "8k tokens, equal steps",
-            {"task": "text", "length": 8192, "steps": 2000, "seconds": 0.0},
-            "step",
-            "held_bits",
-            (0.75, 1.6),
-        ),
-        (
-            "32k tokens, equal time",
-            {"task": "text", "length": 32768, "kv_heads": 2, "seconds": 250.0},
-            "seconds",
-            "held_bits",
-            (0.6, 1.6),
-        ),
-        (
-            "associative recall, 16 pairs",
-            {"task": "mqar", "length": 2048, "pairs": 16, "steps": 2500, "conv": 3},
-            "step",
-            "held_accuracy",
-            (0, 1.02),
-        ),
+        ("8k tokens, equal steps", {**SHORT, "conv": 1}, "step", "held_bits", (0.75, 1.6)),
+        ("32k tokens, equal time", LONG, "seconds", "held_bits", (0.6, 1.6)),
+        ("associative recall, 16 pairs", RECALL, "step", "held_accuracy", (0, 1.02)),
     )
     figure, axes = pyplot().subplots(1, 3, figsize=(9, 3), layout="constrained")
     for ax, (title, settings, across, what, limits) in zip(axes, panels, strict=True):

@@ -103,7 +103,7 @@ def called(run: Run) -> str:
 
 
 def runs_of(results: Path) -> list[Run]:
-    """The runs of all machines. Only those of the H200 had a GPU to themselves, so only their seconds can be compared."""
+    """The runs of all machines. Those of the H100, and those of commit 90ae256, shared GPUs: their seconds cannot be compared."""
     return [json.loads(line) for path in sorted(results.glob("*/quality.jsonl")) for line in path.read_text().splitlines()]
 
 

@@ -250,7 +250,7 @@ def _transformed_backward_rule(*inputs: Any) -> Any:
 
 
 def refuse_gradients(name: str = "decode_attention") -> None:
-    instead = "with dmattn.attention" if name == "decode_attention" else "without a cache"
+    instead = "without a cache" if "cache" in name.lower() else "with dmattn.attention"
     raise RuntimeError(
         f"dmattn: {name} has no gradient, got a tensor that requires one: call it under torch.no_grad() or "
         f"torch.inference_mode(), or train {instead}"
@@ -265,7 +265,7 @@ def _decode_rule(*inputs: Any) -> Any:
     return below_autograd(torch.ops.dmattn.decode, inputs)
 
 
-def _cache_rule(name: str, *inputs: Any) -> Any:
+def _refusing_rule(name: str, *inputs: Any) -> Any:
     # Inductor traces what writes its arguments twice, and expects the same nodes: ask for tangents only where there can be some.
     is_dual = forward_ad._current_level >= 0 and has_tangent(inputs)
     if is_dual or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
@@ -283,5 +283,5 @@ _rules.impl("forward", Attention.apply, "FuncTorchDynamicLayerFrontMode")
 _rules.impl("backward", _backward_rule, "Autograd")
 _rules.impl("backward", _transformed_backward_rule, "FuncTorchDynamicLayerFrontMode")
 _rules.impl("decode", _decode_rule, "Autograd")
-for _name in ("cache_update", "cache_step", "cache_join", "cache_extend", "cache_rewind"):
-    _rules.impl(_name, partial(_cache_rule, _name), "Autograd")
+for _name in ("forward_plain", "cache_update", "cache_step", "cache_join", "cache_extend", "cache_rewind"):
+    _rules.impl(_name, partial(_refusing_rule, _name), "Autograd")

@@ -1,4 +1,4 @@
-"""The short way to ops: what the public functions call instead of ``torch.ops.dmattn.*``.
+"""The short way to ops: what the public functions call instead of ``torch.ops.dmattn.*``; what plain.py serves does not come here.
 
 The dispatcher and a registered autograd rule cost an eager call some 50 us of Python. Where nobody watches (no trace, dispatch mode, subclass,
 torch.func transform or forward-mode level), kernels are called directly, or through an ``autograd.Function`` when a gradient is wanted.
@@ -108,9 +108,13 @@ cache_rewind = _changing("cache_rewind", "BoundedCache.rewind")
 
 def _watched(inputs: tuple[object, ...]) -> bool:
     """Whether anything but plain eager execution may want to see the op as it is registered."""
+    return _is_watched() or not autograd.are_plain(inputs)
+
+
+def _is_watched() -> bool:
+    """The same, whatever the inputs are."""
     return (
         torch.compiler.is_compiling()
-        or not autograd.are_plain(inputs)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0

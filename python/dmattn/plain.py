@@ -1,4 +1,5 @@
-"""Plain eager calls in less of the host's time: attention with or without a mask, or with one that scores select, and nothing unusual.
+"""Plain eager calls in less of the host's time: of attention, by a mask or by scores that select, without biases, dropout, sinks, an offset,
+lse, a fixed order or a base.
 
 The public functions check arguments in Python, because their messages know more than an op's. A plain call goes to an op at once, which checks
 sizes, dtypes, devices and numbers, too. These functions return None where the op refuses something, or where anything but eager execution may
@@ -11,21 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import (
-    _are_functorch_transforms_active,
-    _AutoDispatchBelowAutograd,
-    _is_any_autocast_enabled,
-    _is_tracing,
-    _len_torch_dispatch_stack,
-)
-from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch._C import DispatchKey, _AutoDispatchBelowAutograd, _is_any_autocast_enabled
+from torch._C import _dispatch_tls_is_dispatch_key_included as _is_included
 
-from dmattn import autograd, call
+from dmattn import autograd, call, ops
 from dmattn.call import NO_MASK, MaskTensors
+from dmattn.composed import LISTS
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import BlockMask, IndexMask, IntervalMask
 from dmattn.masks.interval import most_selected
+from dmattn.sizes import entry_beyond
 
 FORWARD_OP, PLAIN_OP = torch.ops.dmattn.forward.default, torch.ops.dmattn.forward_plain.default
 SELECT_OP = torch.ops.dmattn.select.default
@@ -38,16 +34,17 @@ def attention(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """out and lse of ``attention``."""
-    if _is_watched() or not type(query) is type(key) is type(value) is Tensor:
+    if _is_watched() or not _are_plain(query, key, value):
         return None
     learns = is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     try:
-        scale = _scale(query, is_causal, scale, softcap, dropout_p)
+        scale = _scale(query, value, is_causal, scale, softcap, dropout_p)
         if scale is None:
             return None
         if mask is None and not learns:
-            if query.shape[2] <= call.DECODE_QUERIES and query.device.type in call.DECODE_DEVICES:  # the op decode may be faster
-                return None
+            few = query.shape[2] <= call.DECODE_QUERIES and query.device.type in call.DECODE_DEVICES
+            if few and key.shape[2] >= call.DECODE_LEAST_KEYS:
+                return ops.decode_if_plain(query, key, value, *(None,) * 5, is_causal, scale, softcap, *LISTS)
             with _AutoDispatchBelowAutograd():
                 out, lse = PLAIN_OP(query, key, value, None, None, 0, is_causal, 0, 0, scale, softcap)
             return out, lse
@@ -57,7 +54,8 @@ def attention(
         tensors, last = found
         is_causal = is_causal or (isinstance(mask, IndexMask) and mask.is_causal)
         return _forward((query, key, value, *tensors, None, None, None, is_causal, scale, softcap, 0.0), last, learns)
-    except (RuntimeError, IndexError):
+    except RuntimeError as problem:
+        _raise_others(problem)
         return None
 
 
@@ -66,47 +64,58 @@ def selected_attention(
     sink_keys: int, scale: float | None, softcap: float | None, dropout_p: float,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """out and lse of ``selected_attention`` without a base."""
-    if _is_watched() or not type(query) is type(key) is type(value) is type(scores) is type(key_bias) is Tensor:
+    if _is_watched() or not _are_plain(query, key, value) or not type(scores) is type(key_bias) is Tensor:
         return None
     if not type(window) is type(local) is type(sink_keys) is int:
         return None
-    learns = query.requires_grad or key.requires_grad or value.requires_grad or key_bias.requires_grad
+    learns = is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad or key_bias.requires_grad)
     try:
-        scale = _scale(query, is_causal, scale, softcap, dropout_p)
-        if scale is None or scores.shape != key.shape[:3]:
+        scale = _scale(query, value, is_causal, scale, softcap, dropout_p)
+        summed = accumulate_dtype(query.dtype)
+        if scale is None or scores.shape != key.shape[:3] or key_bias.dtype not in (summed, query.dtype):
             return None
-        if key_bias.dtype == query.dtype:
-            key_bias = key_bias.to(accumulate_dtype(query.dtype))
-        if not (learns and is_grad_enabled()):
-            with _AutoDispatchBelowAutograd():
-                out, lse = PLAIN_OP(query, key, value, scores, key_bias, window, is_causal, local, sink_keys, scale, softcap)
-            return out, lse
+        if key_bias.dtype != summed:
+            key_bias = key_bias.to(summed)
         with _AutoDispatchBelowAutograd():
+            if not learns:
+                out, lse = PLAIN_OP(query, key, value, scores, key_bias, window, is_causal, local, sink_keys, scale, softcap)
+                return out, lse
             end = SELECT_OP(scores, None, window, is_causal, local, sink_keys)
         inputs = (query, key, value, None, end, *NO_MASK[2:], key_bias, None, None, is_causal, scale, softcap, 0.0)
         return _forward(inputs, (False, most_selected(window, local, sink_keys, None)), True)
-    except (RuntimeError, IndexError):
+    except RuntimeError as problem:
+        _raise_others(problem)
         return None
+
+
+def _raise_others(problem: RuntimeError) -> None:
+    """Raises all but an op's errors about its arguments: those of hooks, of devices, and of memory, which is not asked for twice."""
+    if "dmattn" not in str(problem) or "could not allocate" in str(problem):
+        raise problem
 
 
 def _is_watched() -> bool:
-    return (
-        is_compiling()
-        or not is_enabled
-        or _is_any_autocast_enabled()
-        or _len_torch_dispatch_stack() > 0
-        or _are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or _is_tracing()
-    )
+    return not is_enabled or _is_any_autocast_enabled() or ops._is_watched() or _is_included(DispatchKey.PreDispatch)
 
 
-def _scale(query: Tensor, is_causal: bool, scale: float | None, softcap: float | None, dropout_p: float) -> float | None:
-    """The scale with its default filled in; None where an option is not plain."""
+def _are_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Not on meta, where ops check nothing, and of four dimensions."""
+    if not type(query) is type(key) is type(value) is Tensor or query.is_meta or query.is_nested:
+        return False
+    return query.dim() == key.dim() == value.dim() == 4
+
+
+def _scale(
+    query: Tensor, value: Tensor, is_causal: bool, scale: float | None, softcap: float | None, dropout_p: float
+) -> float | None:
+    """The scale with its default filled in; None where an option or a head size is not plain."""
     if type(is_causal) is not bool or not type(softcap) is type(dropout_p) is float or dropout_p != 0.0:
         return None
+    size = query.shape[3]
+    if size % 8 or value.shape[3] % 8 or not size or not query.is_floating_point():
+        return None
     if scale is None:
-        return float((query.shape[3] or 1) ** -0.5)
+        return float(size**-0.5)
     return scale if type(scale) is float else None
 
 
@@ -114,18 +123,17 @@ def _mask_inputs(mask: object, query: Tensor, key: Tensor) -> tuple[MaskTensors,
     """The tensors of a mask that the op ``forward`` takes as it is, and the op's last arguments; None for other masks."""
     if mask is None:
         return NO_MASK, NO_HINTS
-    if isinstance(mask, IntervalMask) and mask.start.shape[-1] == mask.end.shape[-1]:
-        return (mask.start, mask.end, *NO_MASK[2:]), (mask.is_in_order, mask.most_keys)
-    if isinstance(mask, BlockMask) and mask.lengths == (query.shape[2], key.shape[2]):
-        return (None, None, mask.tiles, mask.rows, mask.columns, mask.bits, None, None), NO_HINTS
-    if isinstance(mask, IndexMask) and (mask.indices.is_cuda or _are_below(mask.indices, -(-key.shape[2] // mask.block_size))):
+    if isinstance(mask, IntervalMask):
+        start, end = mask.start, mask.end
+        if type(start) is type(end) is Tensor and start.shape[-1] == end.shape[-1] == key.shape[2]:
+            return (start, end, *NO_MASK[2:]), (mask.is_in_order, mask.most_keys)
+    elif isinstance(mask, BlockMask):
+        tables = mask.tiles, mask.rows, mask.columns, mask.bits
+        if {*map(type, tables)} == {Tensor} and mask.lengths == (query.shape[2], key.shape[2]):
+            return (None, None, *tables, None, None), NO_HINTS
+    elif isinstance(mask, IndexMask) and type(mask.indices) is Tensor and entry_beyond(mask, key.shape[2]) is None:
         return (*NO_MASK[:6], mask.indices, None), (*NO_HINTS, mask.block_size, mask.local, mask.sink_keys)
     return None
-
-
-def _are_below(lists: Tensor, blocks: int) -> bool:
-    """Whether all entries of lists on a CPU are below ``blocks``; on other devices nobody reads them."""
-    return lists.device.type == "cpu" and (lists.numel() == 0 or int(lists.amax()) < blocks)
 
 
 def _forward(inputs: tuple[Any, ...], last: tuple[object, ...], learns: bool) -> tuple[Tensor, Tensor]:

@@ -61,8 +61,9 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return passed_on
-    has_heads = query.dim() == key.dim() == 4 and (enable_gqa or query.shape[1] == key.shape[1])
-    if has_heads and attn_mask is None and not (is_causal and query.shape[2] != key.shape[2]):
+    fits = query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]
+    fits = fits and (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1])
+    if fits and attn_mask is None and not (is_causal and query.shape[2] != key.shape[2]):
         result = plain.attention(query, key, value, None, is_causal, scale, 0.0, dropout_p)
         if result is not None:
             return result[0]

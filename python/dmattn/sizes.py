@@ -141,18 +141,27 @@ def fitting_block(block: BlockMask, sizes: Sizes) -> BlockMask:
     return block.cut(sizes.query_length, sizes.key_length)
 
 
+def entry_beyond(index: IndexMask, key_length: int) -> int | None:
+    """The largest entry of lists, if it is known and beyond the keys."""
+    lists = index.indices
+    if not checks.values_are_known(lists) or not lists.numel():
+        return None
+    most = int(lists.amax())
+    return most if most >= -(-key_length // index.block_size) else None
+
+
 def fitting_lists(index: IndexMask, sizes: Sizes) -> Tensor:
     """The lists of an index mask, checked against the call's sizes. Entries beyond the keys are refused where their values are known."""
     lists = with_rank(index.indices, 4)  # fewer under torch.vmap over a mask's batch
     if lists.shape[2] != sizes.query_length:
         raise ValueError(f"mask: expected an IndexMask for Sq={sizes.query_length}, got one for Sq={lists.shape[2]}")
     per_head("mask", lists, sizes, lists.shape[2:], "[B|1, H|Hkv|1, Sq, K]", index.indices.shape)
-    if checks.values_are_known(lists) and lists.numel():
-        blocks, most = -(-sizes.key_length // index.block_size), int(lists.amax())
-        if most >= blocks:
-            raise ValueError(
-                f"mask: expected entries below {blocks} for Sk={sizes.key_length} keys in blocks of {index.block_size}, got {most}"
-            )
+    most = entry_beyond(index, sizes.key_length)
+    if most is not None:
+        blocks = -(-sizes.key_length // index.block_size)
+        raise ValueError(
+            f"mask: expected entries below {blocks} for Sk={sizes.key_length} keys in blocks of {index.block_size}, got {most}"
+        )
     return lists if lists.stride(3) == 1 else lists.contiguous()
 
 

@@ -92,7 +92,7 @@ def test_more_heads_of_a_group_than_a_cpu_computes_at_once(device, dtype, heads)
     assert_matches_reference(case_of(device, dtype, mask, B=1, H=heads, Hkv=1, Sk=90))
 
 
-@pytest.mark.parametrize(("D", "Dv"), [(192, 128), (256, 256), (128, 128), (8, 256)])
+@pytest.mark.parametrize(("D", "Dv"), [(192, 128), (256, 256), (128, 128), (8, 256), (200, 136), (256, 8)])
 @pytest.mark.parametrize(("H", "Hkv"), [(1, 1), (4, 1), (16, 1), (6, 3)])
 @pytest.mark.parametrize("block", [1, 16])
 def test_sizes(device, dtype, D, Dv, H, Hkv, block):

@@ -1,4 +1,4 @@
-"""Plain calls go to the op ``forward_plain`` at once. They give what the usual way gives, and say what it says."""
+"""Plain calls go to an op at once. They give what the usual way gives, and say what it says."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 from dmattn import plain
 from dmattn.testing import strategies
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 tensor = strategies.random_tensor
@@ -52,7 +54,7 @@ def inputs(device="cpu", dtype=torch.float32, queries=40):
 def test_attention(options, queries, device, served):
     given = inputs(device, torch.bfloat16 if device == "cuda" else torch.float32, queries)
     out = dmattn.attention(*given, **options)
-    assert served == [device == "cpu" or queries > 16]
+    assert served == [True]
     assert torch.equal(out, usual(lambda: dmattn.attention(*given, **options)))
 
 
@@ -113,6 +115,34 @@ def test_sdpa(device, served):
     assert torch.equal(sdpa(q, *one), sdpa(q, *[given.expand(-1, 4, -1, -1) for given in one]))
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_hints_are_told(monkeypatch, learns):
+    q, k, v = inputs()
+    q.requires_grad_(learns)
+    sliding, told, op = dmattn.IntervalMask.sliding_window(50, 9), [], plain.FORWARD_OP
+    short_attention = plain.autograd.short_attention
+    monkeypatch.setattr(plain, "FORWARD_OP", lambda *given: told.append(given[19:21]) or op(*given))
+    monkeypatch.setattr(plain.autograd, "short_attention", lambda given: told.append(given[19:21]) or short_attention(given))
+    dmattn.attention(q, k, v, sliding)
+    dmattn.attention(q, k, v, dmattn.IntervalMask.documents(50, torch.tensor([0, 20, 50])))
+    assert told == [(False, 10), (True, 0)]
+
+
+def test_a_window_beyond_all_numbers(served):
+    q, k, v = inputs()
+    scores = tensor((2, 2, 50), 7)
+    out = dmattn.dynamic_mask_attention(q, k, v, scores, 2**63 - 1, local=2**63 - 1, sink_keys=2**63 - 1)
+    assert served == [True]
+    assert torch.equal(out, dmattn.dynamic_mask_attention(q, k, v, scores, 50))
+
+
+def test_the_op_has_no_gradient():
+    q, k, v = inputs()
+    q.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"forward_plain has no gradient.*train with dmattn\.attention"):
+        torch.ops.dmattn.forward_plain(q, k, v, None, None, 0, False, 0, 0, 1.0, 0.0)
+
+
 class Strange(torch.Tensor):
     pass
 
@@ -129,7 +159,60 @@ def test_what_is_not_plain_takes_the_usual_way(served):
     with FlopCounterMode(display=False) as counter:
         dmattn.attention(q, k, v)
     assert counter.get_total_flops() > 0
-    assert not any(served)
+    # The first two have arguments that plain calls do not have; vmap calls attention once.
+    assert served == [False] * 4
+
+
+def test_meta_tensors_have_the_usual_shapes():
+    q, k, v = (torch.empty(size, device="meta") for size in ((1, 4, 8, 12), (3, 4, 8, 12), (3, 4, 8, 20)))
+    out = dmattn.scaled_dot_product_attention(q, k, v)
+    expected = usual(lambda: dmattn.scaled_dot_product_attention(q, k, v))
+    assert (out.shape, out.stride()) == (expected.shape, expected.stride())
+
+
+def test_errors_that_are_not_about_arguments_are_raised_at_once(monkeypatch):
+    """Those of users' hooks, and of memory, which is not asked for twice."""
+    q, k, v = inputs()
+    packed = []
+
+    def pack(given):
+        packed.append(given)
+        if len(packed) == 3:
+            raise RuntimeError("the disk is full")
+        return given
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda given: given),
+        pytest.raises(RuntimeError, match="the disk is full"),
+    ):
+        dmattn.attention(q.clone().requires_grad_(), k, v)
+    assert len(packed) == 3
+    happened = []
+
+    def without_memory(*given):
+        happened.append(given)
+        raise RuntimeError("dmattn: could not allocate a tensor of shape [9]")
+
+    monkeypatch.setattr(plain, "PLAIN_OP", without_memory)
+    with pytest.raises(RuntimeError, match="could not allocate"):
+        dmattn.attention(q, k, v)
+    assert len(happened) == 1
+
+
+def test_a_trace_before_dispatch_has_the_op_with_a_gradient():
+    q, k, v = inputs()
+    graph = make_fx(lambda *given: dmattn.attention(*given), pre_dispatch=True)(q, k, v)
+    assert not [node for node in graph.graph.nodes if "forward_plain" in str(node.target)]
+
+
+def test_a_mask_without_tensors_is_no_mask(served):
+    q, k, v = inputs()
+    empty = tree_map(
+        lambda leaf: None if isinstance(leaf, torch.Tensor) else leaf, dmattn.BlockMask.from_bool(torch.ones(40, 50) > 0)
+    )
+    with pytest.raises(AttributeError):
+        dmattn.attention(q, k, v, empty)
+    assert served == [False]
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
@@ -158,10 +241,11 @@ def test_gradients(is_deterministic, device, served):
     assert served == [True, False] * 3
 
 
-def bad_calls():
+def bad_calls(device):
     """Calls that are wrong, by name; none gives a result."""
-    q, k, v = inputs()
-    scores = tensor((2, 2, 50), 7)
+    q, k, v = inputs(device)
+    scores = tensor((2, 2, 50), 7, device=device)
+    elsewhere = functools.partial(torch.empty_like, device="meta" if device == "cpu" else "cpu")
     attend, select = dmattn.attention, dmattn.dynamic_mask_attention
     return {
         "number": lambda: attend(3, k, v),
@@ -175,7 +259,7 @@ def bad_calls():
         "no head size": lambda: attend(q[..., :0], k[..., :0], v),
         "sparse": lambda: attend(q.to_sparse(), k, v),
         "nested": lambda: attend(torch.nested.nested_tensor(list(q), layout=torch.jagged), k, v),
-        "device": lambda: attend(q, k.to("meta"), v),
+        "device": lambda: attend(q, elsewhere(k), v),
         "scale": lambda: attend(q, k, v, scale=math.nan),
         "scale's type": lambda: attend(q, k, v, scale="1"),
         "softcap": lambda: attend(q, k, v, softcap=-1.0),
@@ -187,7 +271,8 @@ def bad_calls():
         "scores' length": lambda: select(q, k, v, scores[:, :, 1:], 9),
         "scores' dtype": lambda: select(q, k, v, scores.int(), 9),
         "complex scores": lambda: select(q, k, v, scores.to(torch.complex64), 9),
-        "scores' device": lambda: select(q, k, v, scores.to("meta"), 9),
+        "complex numbers": lambda: select(*(given.to(torch.complex64) for given in (q, k, v, scores)), 9),
+        "scores' device": lambda: select(q, k, v, elsewhere(scores), 9),
         "window": lambda: select(q, k, v, scores, 0),
         "large window": lambda: select(q, k, v, scores, 2**70, local=-1),
         "window's type": lambda: select(q, k, v, scores, True),
@@ -202,7 +287,8 @@ def bad_calls():
     }
 
 
-BAD = bad_calls()
+BAD = {f"{name} on {device}": call for device in ("cpu", "meta") for name, call in bad_calls(device).items()}
+del BAD["sparse on meta"]  # torch makes no such tensor
 
 
 @pytest.mark.brief

@@ -434,6 +434,21 @@ def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
     assert f"| {kept_whole / 1e6:.1f} MB |" in lines[7]
 
 
+def test_the_figure_of_models_has_runs_without_the_convolution(quality, tmp_path, monkeypatch):
+    from dmattn_bench import plots, quality_report
+
+    drawn, ours = [], quality_report.NAMES["dense+recency+barely"]
+    draw_curves = plots.draw_curves
+    monkeypatch.setattr(plots, "draw_curves", lambda ax, *given: drawn.append(given[0]) or draw_curves(ax, *given))
+    monkeypatch.setattr(plots, "save", lambda figure, path: plots.pyplot().close(figure))
+    run = functools.partial(finished, quality, "dense+recency+barely", 1)
+    runs = [run(1.0, steps=2000), run(2.0, steps=2000, conv=3), run(3.0, length=32768, kv_heads=2, seconds=250)]
+    runs.append(run(4.0, steps=2500, task="mqar", length=2048, visible=256, pairs=16, symbols=64, conv=3))
+    runs[-1]["curve"][0]["held_accuracy"] = 0.5
+    plots.draw_models(runs, tmp_path)
+    assert [chosen[ours] for chosen in drawn] == [runs[:1], runs[2:3], runs[3:]]
+
+
 def gated(window=6, **options):
     from experiments import GatedAttention
 

@@ -76,7 +76,7 @@ struct ReadScores {
   const float* from;
   int written, log2_fold;
   __device__ __forceinline__ Number operator()(int block) const {
-    if (!kFolds) return {in_order(from[block]), block};
+    if constexpr (!kFolds) return {in_order(from[block]), block};
     const int first = block << log2_fold, last = min(first + (1 << log2_fold), written);
     float most = from[first];
     for (int part = first + 1; part < last; ++part) most = fmaxf(most, from[part]);

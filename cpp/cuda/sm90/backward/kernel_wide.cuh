@@ -96,7 +96,8 @@ struct WideProducts {
   static constexpr uint32_t kToGradScores = step_of(offsetof(Shared, grad_score) - offsetof(Shared, weight));
   uint32_t keys, my_key_columns, my_queries, my_query_columns, weights;  // tiles, or parts of them, as they are described
   // Panels of 64 columns that hold the columns of queries and keys, and of values; whether any of the warpgroup's own panels do.
-  // Products with the others are zero, and with kSkips they are left out.
+  // Products with the others are zero. With kSkips most of them are left out: not those of the first two panels, which one of D
+  // and Dv fills, and not those of grad_key.
   int head_panels, value_panels;
   bool has_second_piece, has_values;
 
@@ -179,7 +180,7 @@ class WideGradientConsumer {
   }
 
  private:
-  using Products = WideProducts<T, Traits::kHasOptions, Traits::kKeys == Keys::kUnion>;  // skips: measured with lists alone
+  using Products = WideProducts<T, Traits::kHasOptions, Traits::kIsUnion>;  // skips: measured with lists alone
   static constexpr BackwardShape kShape = Shared::kShape;
   static constexpr int kDim = kWideDim, kN = Products::kMine / 8, kSteps = Products::kMine / 16, kOut = Products::kColumns / 8,
                        kPieceN = Products::kPiece / 8;

@@ -26,10 +26,10 @@ struct ForwardProducts {
   static constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kSteps = kShape.keys / 16, kOut = kDim / 8;
   static constexpr int kPart = kDim < 128 ? kDim : 128;  // columns of values that are multiplied at a time
   // Whether columns that narrower heads do not have, which are zero, are left out. Measured with lists alone.
-  static constexpr bool kSkips = kDim > 128 && Traits::kKeys == Keys::kUnion;
+  static constexpr bool kSkips = kDim > 128 && Traits::kIsUnion;
   static constexpr uint32_t kStageStep = step_of(kShape.keys * kDim * 2), kTileStep = step_of(kRows * kDim * 2);
-  uint32_t query_tiles, key_tiles, value_tiles;
   bool has_last_panel, has_last_part;  // of the columns of queries and keys, and of those of values
+  uint32_t query_tiles, key_tiles, value_tiles;
   uint32_t ones, thirds;  // operands of the key_bias: a float32 is the sum of three bfloat16 terms, each multiplied by one
 
   __device__ __forceinline__ ForwardProducts(const Shared& shared, int group, const AttentionParams& p)
@@ -64,7 +64,7 @@ struct ForwardProducts {
   __device__ __forceinline__ void begin_sums(float (&out)[kOut][4], const uint32_t (&weights)[kSteps][4], uint32_t stage) const {
     const uint32_t values = value_tiles + stage * kStageStep;
     const auto multiply = [&](int part, int k) {
-      Product<T, kPart>::from_registers(reinterpret_cast<float(&)[kPart / 8][4]>(out[part / 8]), weights[k],
+      Product<T, kPart>::from_registers(reinterpret_cast<float (&)[kPart / 8][4]>(out[part / 8]), weights[k],
                                         complete(values + step_of(part / 64 * (kShape.keys * 128) + k * (16 * 128))));
     };
     if constexpr (kSkips) {
