@@ -85,10 +85,10 @@ def attention(
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, device or value. Both name the argument, what was expected and what it got.
     """
-    if key_bias is bias is dropout_seed is sinks is query_offset is None and deterministic is return_lse is False:
+    if key_bias is bias is dropout_seed is sinks is query_offset is None and deterministic is False and type(return_lse) is bool:
         result = plain.attention(query, key, value, mask, is_causal, scale, softcap, dropout_p)
         if result is not None:
-            return result[0]
+            return result if return_lse else result[0]
     checks.flags(is_causal, deterministic, return_lse)
     query, key, value = autocast(query, key, value)
     sizes = sizes_of(query, key, value)

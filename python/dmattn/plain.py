@@ -1,5 +1,5 @@
 """Plain eager calls in less of the host's time: of attention, by a mask or by scores that select, without biases, dropout, sinks, an offset,
-lse, a fixed order or a base.
+a fixed order or a base.
 
 The public functions check arguments in Python, because their messages know more than an op's. A plain call goes to an op at once, which checks
 sizes, dtypes, devices and numbers, too. These functions return None where the op refuses something, or where anything but eager execution may
@@ -38,8 +38,9 @@ def attention(
         return None
     learns = is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     try:
-        scale = _scale(query, value, is_causal, scale, softcap, dropout_p)
-        if scale is None:
+        softcap = 0.0 if softcap is None else softcap
+        scale = _scale(query, value, is_causal, scale, dropout_p)
+        if scale is None or type(softcap) is not float:
             return None
         if mask is None and not learns:
             few = query.shape[2] <= call.DECODE_QUERIES and query.device.type in call.DECODE_DEVICES
@@ -70,9 +71,15 @@ def selected_attention(
         return None
     learns = is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad or key_bias.requires_grad)
     try:
-        scale = _scale(query, value, is_causal, scale, softcap, dropout_p)
+        softcap = 0.0 if softcap is None else softcap
+        scale = _scale(query, value, is_causal, scale, dropout_p)
         summed = accumulate_dtype(query.dtype)
-        if scale is None or scores.shape != key.shape[:3] or key_bias.dtype not in (summed, query.dtype):
+        if (
+            scale is None
+            or type(softcap) is not float
+            or scores.shape != key.shape[:3]
+            or key_bias.dtype not in (summed, query.dtype)
+        ):
             return None
         if key_bias.dtype != summed:
             key_bias = key_bias.to(summed)
@@ -105,11 +112,9 @@ def _are_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.dim() == key.dim() == value.dim() == 4
 
 
-def _scale(
-    query: Tensor, value: Tensor, is_causal: bool, scale: float | None, softcap: float | None, dropout_p: float
-) -> float | None:
+def _scale(query: Tensor, value: Tensor, is_causal: bool, scale: float | None, dropout_p: float) -> float | None:
     """The scale with its default filled in; None where an option or a head size is not plain."""
-    if type(is_causal) is not bool or not type(softcap) is type(dropout_p) is float or dropout_p != 0.0:
+    if type(is_causal) is not bool or type(dropout_p) is not float or dropout_p != 0.0:
         return None
     size = query.shape[3]
     if size % 8 or value.shape[3] % 8 or not size or not query.is_floating_point():

@@ -44,18 +44,27 @@ def usual(call):
         plain.is_enabled = True
 
 
+def assert_equal(result, expected):
+    """out, or (out, lse), in equal bits."""
+    assert type(result) is type(expected)
+    for found, wanted in zip(*(x if isinstance(x, tuple) else (x,) for x in (result, expected)), strict=True):
+        assert torch.equal(found, wanted)
+
+
 def inputs(device="cpu", dtype=torch.float32, queries=40):
     sizes = ((2, 4, queries, 16), (2, 2, 50, 16), (2, 2, 50, 24))
     return [tensor(size, i, dtype, device) for i, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"softcap": 4.0, "scale": -0.2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"scale": 0.3}, {"softcap": 4.0, "scale": -0.2}, {"softcap": None, "return_lse": True}]
+)
 @pytest.mark.parametrize("queries", [0, 1, 40])
 def test_attention(options, queries, device, served):
     given = inputs(device, torch.bfloat16 if device == "cuda" else torch.float32, queries)
-    out = dmattn.attention(*given, **options)
+    result = dmattn.attention(*given, **options)
     assert served == [True]
-    assert torch.equal(out, usual(lambda: dmattn.attention(*given, **options)))
+    assert_equal(result, usual(lambda: dmattn.attention(*given, **options)))
 
 
 @pytest.mark.parametrize(
@@ -68,8 +77,7 @@ def test_dynamic_mask_attention(options, dtype, device, served):
     call = lambda: dmattn.dynamic_mask_attention(*given, tensor((2, 2, 50), 7, dtype, device), **options)  # noqa: E731
     result, expected = call(), usual(call)
     assert served == [True, False]
-    for got, wanted in zip(*(x if isinstance(x, tuple) else (x,) for x in (result, expected)), strict=True):
-        assert torch.equal(got, wanted)
+    assert_equal(result, expected)
 
 
 def masks():
@@ -228,6 +236,7 @@ def test_gradients(is_deterministic, device, served):
     try:
         for call in (
             lambda: dmattn.attention(q, k, v),
+            lambda: dmattn.attention(q, k, v, return_lse=True)[1],
             lambda: dmattn.attention(q, k, v, dmattn.IntervalMask.top_k(scores, 9), is_causal=True),
             lambda: dmattn.dynamic_mask_attention(q, k, v, scores, 9, local=2),
         ):
@@ -238,7 +247,7 @@ def test_gradients(is_deterministic, device, served):
                 assert all(a is b or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert served == [True, False] * 3
+    assert served == [True, False] * 4
 
 
 def bad_calls(device):
