@@ -90,9 +90,14 @@ def call_whose_attention_fails(group: dist.ProcessGroup, arguments: dict[str, An
 
 def told_to_forward(group: dist.ProcessGroup, calls: list[dict[str, Any]]) -> list[int]:
     """What calls tell the op ``forward`` of the number of keys that a query sees at most."""
-    told, forward = [], dmattn.ops.forward
+    told, op = [], dmattn.ops.FORWARD_OP
     place = [argument.name for argument in torch.ops.dmattn.forward.default._schema.arguments].index("most_keys")
-    with mock.patch.object(dmattn.ops, "forward", lambda *inputs: told.append(inputs[place]) or forward(*inputs)):
+
+    def forward(*inputs: Any) -> Any:
+        told.append(inputs[place])
+        return op(*inputs)
+
+    with mock.patch.object(dmattn.ops, "FORWARD_OP", forward), mock.patch.object(dmattn.plain, "FORWARD_OP", forward):
         for arguments in calls:
             call(group, arguments)
     return told
