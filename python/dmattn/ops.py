@@ -112,7 +112,7 @@ def _watched(inputs: tuple[object, ...]) -> bool:
 
 
 def _is_watched() -> bool:
-    """The same, whatever the inputs are."""
+    """Whether a trace, a dispatch mode, torch.func or a forward-mode level is there, which may want to see ops as they are registered."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0

@@ -36,27 +36,26 @@ def attention(
     """out and lse of ``attention``."""
     if _is_watched() or not _are_plain(query, key, value):
         return None
-    learns = is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    needs_gradient = is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     try:
-        softcap = 0.0 if softcap is None else softcap
-        scale = _scale(query, value, is_causal, scale, dropout_p)
-        if scale is None or type(softcap) is not float:
+        options = _options(query, value, is_causal, scale, softcap, dropout_p)
+        if options is None:
             return None
-        if mask is None and not learns:
+        if mask is None and not needs_gradient:
             few = query.shape[2] <= call.DECODE_QUERIES and query.device.type in call.DECODE_DEVICES
             if few and key.shape[2] >= call.DECODE_LEAST_KEYS:
-                return ops.decode_if_plain(query, key, value, *(None,) * 5, is_causal, scale, softcap, *LISTS)
+                return ops.decode_if_plain(query, key, value, *(None,) * 5, is_causal, *options, *LISTS)
             with _AutoDispatchBelowAutograd():
-                out, lse = PLAIN_OP(query, key, value, None, None, 0, is_causal, 0, 0, scale, softcap)
+                out, lse = PLAIN_OP(query, key, value, None, None, 0, is_causal, 0, 0, *options)
             return out, lse
         found = _mask_inputs(mask, query, key)
         if found is None:
             return None
         tensors, last = found
         is_causal = is_causal or (isinstance(mask, IndexMask) and mask.is_causal)
-        return _forward((query, key, value, *tensors, None, None, None, is_causal, scale, softcap, 0.0), last, learns)
+        return _forward((query, key, value, *tensors, None, None, None, is_causal, *options, 0.0), last, needs_gradient)
     except RuntimeError as problem:
-        _raise_others(problem)
+        _raise_unless_refused(problem)
         return None
 
 
@@ -69,33 +68,28 @@ def selected_attention(
         return None
     if not type(window) is type(local) is type(sink_keys) is int:
         return None
-    learns = is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad or key_bias.requires_grad)
+    needs_gradient = is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad or key_bias.requires_grad
+    )
     try:
-        softcap = 0.0 if softcap is None else softcap
-        scale = _scale(query, value, is_causal, scale, dropout_p)
-        summed = accumulate_dtype(query.dtype)
-        if (
-            scale is None
-            or type(softcap) is not float
-            or scores.shape != key.shape[:3]
-            or key_bias.dtype not in (summed, query.dtype)
-        ):
+        options, summed = _options(query, value, is_causal, scale, softcap, dropout_p), accumulate_dtype(query.dtype)
+        if options is None or scores.shape != key.shape[:3] or key_bias.dtype not in (summed, query.dtype):
             return None
         if key_bias.dtype != summed:
             key_bias = key_bias.to(summed)
         with _AutoDispatchBelowAutograd():
-            if not learns:
-                out, lse = PLAIN_OP(query, key, value, scores, key_bias, window, is_causal, local, sink_keys, scale, softcap)
+            if not needs_gradient:
+                out, lse = PLAIN_OP(query, key, value, scores, key_bias, window, is_causal, local, sink_keys, *options)
                 return out, lse
             end = SELECT_OP(scores, None, window, is_causal, local, sink_keys)
-        inputs = (query, key, value, None, end, *NO_MASK[2:], key_bias, None, None, is_causal, scale, softcap, 0.0)
+        inputs = (query, key, value, None, end, *NO_MASK[2:], key_bias, None, None, is_causal, *options, 0.0)
         return _forward(inputs, (False, most_selected(window, local, sink_keys, None)), True)
     except RuntimeError as problem:
-        _raise_others(problem)
+        _raise_unless_refused(problem)
         return None
 
 
-def _raise_others(problem: RuntimeError) -> None:
+def _raise_unless_refused(problem: RuntimeError) -> None:
     """Raises all but an op's errors about its arguments: those of hooks, of devices, and of memory, which is not asked for twice."""
     if "dmattn" not in str(problem) or "could not allocate" in str(problem):
         raise problem
@@ -112,16 +106,18 @@ def _are_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.dim() == key.dim() == value.dim() == 4
 
 
-def _scale(query: Tensor, value: Tensor, is_causal: bool, scale: float | None, dropout_p: float) -> float | None:
-    """The scale with its default filled in; None where an option or a head size is not plain."""
+def _options(
+    query: Tensor, value: Tensor, is_causal: bool, scale: float | None, softcap: float | None, dropout_p: float
+) -> tuple[float, float] | None:
+    """scale and softcap with their defaults filled in; None where an option or a head size is not plain."""
     if type(is_causal) is not bool or type(dropout_p) is not float or dropout_p != 0.0:
         return None
     size = query.shape[3]
     if size % 8 or value.shape[3] % 8 or not size or not query.is_floating_point():
         return None
-    if scale is None:
-        return float(size**-0.5)
-    return scale if type(scale) is float else None
+    scale = float(size**-0.5) if scale is None else scale
+    softcap = 0.0 if softcap is None else softcap
+    return (scale, softcap) if type(scale) is type(softcap) is float else None
 
 
 def _mask_inputs(mask: object, query: Tensor, key: Tensor) -> tuple[MaskTensors, tuple[object, ...]] | None:
@@ -141,9 +137,9 @@ def _mask_inputs(mask: object, query: Tensor, key: Tensor) -> tuple[MaskTensors,
     return None
 
 
-def _forward(inputs: tuple[Any, ...], last: tuple[object, ...], learns: bool) -> tuple[Tensor, Tensor]:
+def _forward(inputs: tuple[Any, ...], last: tuple[object, ...], needs_gradient: bool) -> tuple[Tensor, Tensor]:
     """The op ``forward``, from its arguments up to ``dropout_p``, and the last ones."""
-    if learns:
+    if needs_gradient:
         out, lse, _ = autograd.short_attention((*inputs, torch.are_deterministic_algorithms_enabled(), *last))
         return out, lse
     with _AutoDispatchBelowAutograd():

@@ -74,7 +74,7 @@ def test_attention(options, queries, device, served):
 def test_dynamic_mask_attention(options, dtype, device, served):
     given = inputs(device, torch.bfloat16)
     options = {"window": 9} | options
-    call = lambda: dmattn.dynamic_mask_attention(*given, tensor((2, 2, 50), 7, dtype, device), **options)  # noqa: E731
+    call = functools.partial(dmattn.dynamic_mask_attention, *given, tensor((2, 2, 50), 7, dtype, device), **options)
     result, expected = call(), usual(call)
     assert served == [True, False]
     assert_equal(result, expected)
