@@ -32,6 +32,7 @@ class Settings:
     heads: int = 8
     kv_heads: int = 0  # key heads; 0: as many as query heads. Masks, scores and slopes belong to key heads
     conv: int = 1  # positions of a causal convolution over queries, keys and values, before rotation; 1: none
+    conv_hidden: bool = False  # whether it is over what queries, keys, values and the indexer are computed from, instead
     rope_theta: float = 10000.0
     rope_share: float = 1.0  # part of the dimensions of a head that rotate
     rope_plain: bool = False  # whether the plain heads alone rotate
@@ -242,7 +243,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(s.width, sum(self.sizes) * self.size, bias=False)
         self.out = nn.Linear(s.width, s.width, bias=False)
         if s.conv > 1:
-            self.taps = nn.Parameter(torch.zeros(s.conv - 1, self.qkv.out_features))
+            self.taps = nn.Parameter(torch.zeros(s.conv - 1, s.width if s.conv_hidden else self.qkv.out_features))
         if s.recency:
             flat = s.recency_flat or 1 / s.length
             self.log_slope = nn.Parameter(torch.linspace(math.log(s.recency), math.log(flat), s.kv - s.flat_heads))
@@ -264,6 +265,7 @@ class Attention(nn.Module):
         self, x: Tensor, window: int | None, noise: Tensor, lists: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         s = self.settings
+        x = self.convolved(x) if s.conv_hidden else x
         query, key, value = self.projected(x)
         positions = torch.arange(x.shape[1], device=x.device)
         recency = F.pad(self.log_slope.exp(), (0, s.flat_heads))[None, :, None] * positions if s.recency else None
@@ -373,10 +375,19 @@ class Attention(nn.Module):
     def projected(self, x: Tensor) -> list[Tensor]:
         """query, key, value [B, H, S, D]; query and key know their positions."""
         qkv = self.qkv(x)
-        for back in range(1, self.settings.conv):
-            qkv = qkv + self.taps[back - 1].to(qkv.dtype) * F.pad(qkv, (0, 0, back, 0))[:, :-back]
+        if not self.settings.conv_hidden:
+            qkv = self.convolved(qkv)
         query, key, value = qkv.unflatten(2, (-1, self.size)).transpose(1, 2).split(self.sizes, 1)
         return [self.rotated(query), self.rotated(key), value]
+
+    def convolved(self, x: Tensor) -> Tensor:
+        """x [B, S, N] and the rows before each one, times what is learned for each channel. Of queries, keys and values the last row is
+        that of the sum so far, so that a convolution of 3 reaches a little further back."""
+        total = x
+        for back in range(1, self.settings.conv):
+            source = x if self.settings.conv_hidden else total
+            total = total + self.taps[back - 1].to(x.dtype) * F.pad(source, (0, 0, back, 0))[:, :-back]
+        return total
 
     def rotated(self, x: Tensor) -> Tensor:
         turning = int(self.size * self.settings.rope_share) // 2 * 2
