@@ -180,7 +180,7 @@ class WideGradientConsumer {
   }
 
  private:
-  using Products = WideProducts<T, Traits::kHasOptions, Traits::kIsUnion>;  // skips: measured with lists alone
+  using Products = WideProducts<T, Traits::kHasOptions, true>;
   static constexpr BackwardShape kShape = Shared::kShape;
   static constexpr int kDim = kWideDim, kN = Products::kMine / 8, kSteps = Products::kMine / 16, kOut = Products::kColumns / 8,
                        kPieceN = Products::kPiece / 8;
