@@ -471,12 +471,8 @@ def test_a_compiled_call_without_room_takes_nothing_in(make, local_heads):
             assert cache.next_positions(1).tolist() == [[32], [30]]
 
 
-KINDS = [
-    {"local_heads": 0},
-    {},
-    {"local_heads": 0, "lifetime_window": 11},
-    {"lifetime_window": 11},
-]  # a cache of its own for each
+# Each has a cache of another kind.
+KINDS = [{"local_heads": 0}, {}, {"local_heads": 0, "lifetime_window": 11}, {"lifetime_window": 11}]
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
@@ -535,6 +531,12 @@ def test_tokens_are_taken_back_as_far_as_a_cache_knows_them(options):
         assert kept() == [0, 3]
         out = layer(torch.stack((hidden[0, :5], hidden[1, 11:16])), cache=cache)
         two_ways.assert_same_in_another_order(out, torch.stack((whole[0, :5], whole[1, 11:16])), torch.float64)
+        cache.reorder(torch.tensor([1, 0]))
+        out = layer(torch.stack((hidden[1, 16:18], hidden[0, 5:7])), cache=cache)
+        two_ways.assert_same_in_another_order(out, torch.stack((whole[1, 16:18], whole[0, 5:7])), torch.float64)
+        cache.reset([0])
+        assert kept() == [0, 4]
+        assert cache.recent.rows.flatten(1).any(1).tolist() == [False, True]
 
 
 def test_the_loss_of_no_tokens_is_zero():
@@ -563,7 +565,7 @@ def test_a_cache_moves_and_is_saved_with_its_state(make, local_heads):
     assert other.kept.tolist() == [2, 2]
     assert cache.streaming is None or cache.streaming.key.shape[2] == 3 + 2
     for kept in ([2, 3], [-1, 0]) if cache.streaming is None else ():
-        with pytest.raises(ValueError, match="recent.kept: expected numbers of tokens that can be taken back, got"):
+        with pytest.raises(ValueError, match=r"recent\.kept: expected numbers of tokens that can be taken back, got"):
             other.load_state_dict(cache.state_dict() | {"recent.kept": torch.tensor(kept, dtype=torch.int32)})
     assert cache.nbytes > cache.recent.nbytes >= 8 * 2 * (2 + 2) * 32
     assert cache.to(torch.float32).recent.rows.dtype == torch.float32

@@ -101,9 +101,8 @@ class RecentRows(nn.Module):
     def take(self, hidden_states: Tensor, before: Tensor, after: Tensor) -> None:
         """Takes in the rows of tokens [B, T, E], real ones first, by which sequences grew from ``before`` [B] to ``after`` [B] tokens."""
         last, tokens = after[:, None].long() - 1, hidden_states.shape[1]
-        position = (
-            last - (last - torch.arange(self.rows.shape[1], device=last.device)) % self.rows.shape[1]
-        )  # the latest of each place
+        places = torch.arange(self.rows.shape[1], device=last.device)
+        position = last - (last - places) % self.rows.shape[1]  # the latest of each place
         index = (position - before[:, None])[..., None].expand_as(self.rows)
         new = hidden_states.to(self.rows.dtype)
         new = new if tokens == 1 else new.gather(1, index.clamp(0, tokens - 1))
