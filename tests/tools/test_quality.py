@@ -171,6 +171,7 @@ def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options, pa
         recency=s.recency,
         queries=s.teach_rows,
         last=s.teach_last,
+        conv=1,
         **({"local_heads": "half"} if part else {}),
     )
     layer = IndexedAttention.recommended(s.width, s.heads, s.visible, num_kv_heads=s.kv, recipe=recipe)
