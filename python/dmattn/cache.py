@@ -382,6 +382,11 @@ class BoundedCache(nn.Module):
         elif self.sizes.window != 0:
             raise ValueError(f"scores: expected [B, Hkv, T] with a window of {self.sizes.window}, got None")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "recent" not in self._modules:  # caches pickled before layers convolved
+            self.__dict__.setdefault("recent", None)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BoundedCache:
         """What ``to`` and the like do; scores keep the dtype that belongs to the keys'."""
         score = self.score
@@ -447,7 +452,7 @@ def tokens_back(n: int | Tensor, kept: Tensor, rewind: int) -> Tensor:
         checks.natural_int("n", n)
         if n > rewind:
             raise ValueError(
-                f"n: expected at most {rewind} tokens, got {n}: keys that died earlier are gone; make the cache with rewind={n}"
+                f"n: expected at most {rewind} tokens, got {n}: the state before them is gone; make the cache with rewind={n}"
             )
         count = torch.full((kept.shape[0],), n, dtype=torch.int32, device=kept.device)
     if checks.values_are_known(count) and checks.values_are_known(kept):

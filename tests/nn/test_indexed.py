@@ -351,6 +351,37 @@ def test_sequences_join_take_pages_and_leave(options):
         torch.testing.assert_close(out[:, 0], torch.stack((whole[2, 50], whole[1, 22])))
 
 
+def test_pages_are_shared_and_change_hands():
+    """A prefix of two sequences lies once in memory; beams change places; a prompt that has no place yet comes into one."""
+    layer, hidden = layer_of(local_heads=0).eval(), tensor((3, 40, 32), 0, torch.float64)
+    cache = layer.new_cache(2, 48, pages=9, page_size=16)
+    cache.page_table.copy_(torch.arange(6, dtype=torch.int32).view(2, 3))
+    hidden[1, :32] = hidden[0, :32]
+    with torch.no_grad():
+        whole = layer(hidden)
+        layer(hidden[:2, :32], cache=cache, lengths=torch.tensor([32, 0], dtype=torch.int32))
+        cache.page_table[1, :2], cache.length[1] = cache.page_table[0, :2], cache.length[0]
+        cache.recent[1:2].copy_(cache.recent[:1])
+        two_ways.assert_same_in_another_order(layer(hidden[:2, 32:36], cache=cache), whole[:2, 32:36], torch.float64)
+        other = torch.tensor([1, 0])
+        for state in (cache.page_table, cache.length):
+            state.copy_(state[other])
+        cache.recent.reorder(other)
+        out = layer(hidden[other, 36:38], cache=cache)
+        two_ways.assert_same_in_another_order(out, whole[other, 36:38], torch.float64)
+        table, length = torch.tensor([[6, 7]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        prompt = cache.on_pages(table, length, cache.recent.empty(1))
+        layer(hidden[2:, :20], cache=prompt)
+        cache.page_table[0, :2], cache.length[0] = table[0], length[0]
+        cache.recent[:1].copy_(prompt.recent)
+        out = layer(torch.stack((hidden[2, 20:22], hidden[0, 38:40])), cache=cache)
+        two_ways.assert_same_in_another_order(out, torch.stack((whole[2, 20:22], whole[0, 38:40])), torch.float64)
+        cache.length[0] = 1  # less than was kept
+        assert cache.kept.tolist() == [0, 0]
+    assert repr(cache.recent) == "RecentRows(batch_size=2, size=3, embed_dim=32, most_back=0)"
+    assert repr(layer.conv) == "CausalConvolution(embed_dim=32, size=3)"
+
+
 def test_pages_that_cannot_be():
     layer = layer_of(local_heads=0).eval()
     cache, hidden = layer.new_cache(2, 40, pages=4, page_size=16), tensor((2, 20, 32), 0, torch.float64)
@@ -377,8 +408,10 @@ def test_pages_that_cannot_be():
         with pytest.raises(ValueError, match=words):
             cache.on_pages(*given)
     for recent, error, words in (
-        (None, TypeError, "recent: expected rows of cache.recent, got NoneType"),
-        (cache.recent, ValueError, r"recent.rows: expected \[b, N, E\] with b=1, got \[2, 2, 32\]"),
+        (None, TypeError, r"recent: expected rows such as cache\.recent\.empty\(1\), got NoneType"),
+        (cache.recent, ValueError, r"recent\.rows: expected \[B, N, E\] with B=1, N=2, E=32, got \[2, 2, 32\]"),
+        (layer_of(conv=2).new_cache(1, 40, rewind=1).recent, ValueError, r"recent: expected rows of a cache like this one"),
+        (layer_of(local_heads=2).new_cache(1, 40).recent, ValueError, r"recent: expected rows of a cache like this one"),
     ):
         with pytest.raises(error, match=words):
             cache.on_pages(table, length, recent)
@@ -534,8 +567,11 @@ def test_tokens_are_taken_back_as_far_as_a_cache_knows_them(options):
         cache.reorder(torch.tensor([1, 0]))
         out = layer(torch.stack((hidden[1, 16:18], hidden[0, 5:7])), cache=cache)
         two_ways.assert_same_in_another_order(out, torch.stack((whole[1, 16:18], whole[0, 5:7])), torch.float64)
+        if cache.recent.kept is not None:
+            cache.length[1] = 2  # by hand: less than there was to take back
+            assert kept()[1] == 2
         cache.reset([0])
-        assert kept() == [0, 4]
+        assert kept()[0] == 0
         assert cache.recent.rows.flatten(1).any(1).tolist() == [False, True]
 
 

@@ -71,6 +71,10 @@ class IndexedAttention(RotatedProjections):
     local ones and the sinks, with their index keys, however long the sequence is. The loss is the sum of two, which teach different weights: the
     indexer's, over the keys that live, and :func:`score_loss` of the lifetimes, over all keys.
 
+    First a short causal convolution (``conv``, :class:`IndexRecipe`) adds to each row of hidden states the rows just before it in its document;
+    queries, keys, values, the indexer and lifetimes are computed from the sums. So :meth:`projected` and ``indexer`` take what ``layer.conv``
+    gives.
+
     Args:
         embed_dim: size E of the hidden states.
         num_heads: query heads H.
@@ -157,7 +161,7 @@ class IndexedAttention(RotatedProjections):
         numbers = {"groups": self.groups, "training": int(self.training), "recency (0 none)": int(self.log_slope is not None)}
         numbers |= {"block_score (0 max, 1 mean_key)": int(recipe.block_score == "mean_key")}
         numbers |= {"index_heads": recipe.index_heads, "index_dim": recipe.index_dim, "block_size": recipe.block_size}
-        numbers |= {"conv": recipe.conv}
+        numbers |= {"conv": self._conv_size}
         return super()._alike() | numbers
 
     def _check_lifetimes(self, lifetime_window: int) -> None:
@@ -272,7 +276,7 @@ class IndexedAttention(RotatedProjections):
             base = documents_of(position_ids, True) if base is None else base
         if group is not None:
             group, base = check_ranks(hidden_states, group, self._alike() | {"with_index_loss": int(with_index_loss)}, base)
-        hidden_states = self._convolved(hidden_states, base, group)
+        hidden_states = self._convolved(hidden_states, self._document_ends(hidden_states, base, group), group)
         index = None if index_mask is not None or self.indexer is None else self.indexer(hidden_states)
         chunk, index = self._chunk(hidden_states, index, base, position_ids, rotation, group)
         if index is not None and self.indexer is not None:
@@ -292,24 +296,30 @@ class IndexedAttention(RotatedProjections):
         beside = [given for given in (loss, index_mask) if given is not None]
         return (result, *beside) if beside else result
 
-    def _convolved(self, hidden_states: Tensor, base: IntervalMask | None, group: ProcessGroup | None) -> Tensor:
-        """What everything else is computed from: hidden states to which the rows before them were added, those of other ranks included."""
-        batch, length = hidden_states.shape[:2]
-        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
-        ends = None
-        if base is not None:
-            like = hidden_states.new_empty(()).expand(batch, self.num_kv_heads, length * ranks)
-            ends = segment_ends(base, like)  # refuses what is no base
-            if ends.shape[1] != 1:
-                raise ValueError(f"base: expected one for all heads, got {checks.shape_of(base.end)}")
-            ends = ends[:, 0]
+    @property
+    def _conv_size(self) -> int:
+        return 1 if self.conv is None else self.conv.weight.shape[0] + 1
+
+    def _document_ends(self, hidden_states: Tensor, base: IntervalMask | None, group: ProcessGroup | None) -> Tensor | None:
+        """int32 [B|1, N]: where the document of each key of the whole sequence ends, by base, which is refused if it is none for all heads."""
+        if base is None:
+            return None
+        length = hidden_states.shape[1] * (1 if group is None else group.size())
+        like = hidden_states.new_empty(()).expand(hidden_states.shape[0], self.num_kv_heads, length)
+        ends = segment_ends(base, like)
+        if ends.shape[1] != 1:
+            raise ValueError(f"base: expected one for all heads, got {checks.shape_of(base.end)}")
+        return ends[:, 0]
+
+    def _convolved(self, hidden_states: Tensor, ends: Tensor | None, group: ProcessGroup | None) -> Tensor:
+        """Hidden states to which the rows before them were added, those of other ranks included: what everything else is computed from."""
         if self.conv is None:
             return hidden_states
-        before = None
+        before, rank, length = None, 0, hidden_states.shape[1]
         if group is not None:  # the tails of all chunks, of which those of the ranks before count
-            back = self.recipe.conv - 1
+            back, rank = self.conv.weight.shape[0], group.rank()
             tails = gather_sequence(hidden_states[:, max(0, length - back) :], 1, group)
-            before = F.pad(tails[:, : rank * (tails.shape[1] // ranks)], (0, 0, back, 0))[:, -back:]
+            before = F.pad(tails[:, : rank * (tails.shape[1] // group.size())], (0, 0, back, 0))[:, -back:]
         convolved: Tensor = self.conv(hidden_states, before, ends, rank * length)
         return convolved
 
@@ -416,7 +426,8 @@ class IndexedAttention(RotatedProjections):
         Args:
             batch_size: number of sequences B.
             max_length: tokens that a sequence can have; without effect with ``lifetime_window``.
-            rewind: number of latest tokens that can be taken back.
+            rewind: number of latest tokens that can be taken back. Only a cache that keeps all keys in all heads, of a layer without a
+                convolution, can take back more.
             pages, page_size: as of :class:`IndexedCache`, whose memory then grows with its tokens; not with ``lifetime_window``.
 
         Raises:
@@ -446,7 +457,7 @@ class IndexedAttention(RotatedProjections):
         if self.conv is not None:
             counts = isinstance(cache, IndexedCache) and cache.streaming is None
             options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-            cache.recent = RecentRows(batch_size, self.recipe.conv, self.embed_dim, rewind, counts=counts, **options)
+            cache.recent = RecentRows(batch_size, self._conv_size, self.embed_dim, rewind, counts=counts, **options)
         return cache
 
     def _generate(
@@ -469,25 +480,25 @@ class IndexedAttention(RotatedProjections):
         else:
             sizes = (self.num_kv_heads, self.sink_keys, self.local, self.lifetime_window or 0, self.recipe.index_dim)
             check_cache_of_layer(cache, self.local_heads, *sizes)
-        check_recent(cache.recent, self.recipe.conv, self.embed_dim)
+        check_recent(cache.recent, self._conv_size, self.embed_dim)
         positions = cache.next_positions(hidden_states.shape[1], lengths, padding_side)  # refuses what are no lengths
         if self.conv is None or cache.recent is None:
-            return self._generated(hidden_states, positions, cache, index_mask, lengths, padding_side)
+            return self._attended_in_cache(hidden_states, positions, cache, index_mask, lengths, padding_side)
         rows, tokens, before, shift = hidden_states, hidden_states.shape[1], cache.length.clone(), None
         if lengths is not None and padding_side == "left" and tokens > 1:
             shift = tokens - lengths.long().clamp(0, tokens)
             rows = rolled(rows[:, None], shift)[:, 0]
         convolved = self.conv(rows, cache.recent.before(before).to(rows.dtype))
         convolved = convolved if shift is None else rolled(convolved[:, None], -shift)[:, 0]
-        result = self._generated(convolved, positions, cache, index_mask, lengths, padding_side)
+        result = self._attended_in_cache(convolved, positions, cache, index_mask, lengths, padding_side)
         cache.recent.take(rows, before, cache.length)  # last, so that a call that is refused changes nothing
         return result
 
-    def _generated(
+    def _attended_in_cache(
         self, hidden_states: Tensor, positions: Tensor, cache: IndexedCache | BoundedCache | MixedCache, index_mask: IndexMask | None,
         lengths: Tensor | None, padding_side: PaddingSide,
     ) -> tuple[Tensor, IndexMask | None]:  # fmt: skip
-        """The same of hidden states that are convolved."""
+        """What :meth:`_generate` returns, of hidden states to which the rows before them were added."""
         query, key, value = self.projected(hidden_states, None if self.rope_theta is None else positions)
         self._check_not_dealt_out(query, key, value)
         if torch.is_grad_enabled() and key.requires_grad:

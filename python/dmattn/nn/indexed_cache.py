@@ -24,7 +24,7 @@ from dmattn.cache import (
 from dmattn.cache_loaded import check_same_lengths
 from dmattn.decode import MAX_QUERIES, PAGE_UNIT, decode_attention
 from dmattn.masks import IndexMask
-from dmattn.nn.convolution import RecentRows
+from dmattn.nn.convolution import RecentRows, check_alike
 from dmattn.nn.indexer import Indexer, IndexProjections
 from dmattn.unsupported import scripting_refused
 
@@ -35,6 +35,9 @@ class IndexedCache(nn.Module):
     Heads that see local keys alone keep no others: theirs is a :class:`dmattn.BoundedCache`. The others keep all keys, because a later
     query may choose any of them. The state lies in buffers of fixed size, and no call waits for the device. Sequences may have different
     lengths; they leave and join by :meth:`reset`, or by ``lengths`` of 0.
+
+    A layer that convolves hidden states needs their last rows, which lie in :attr:`recent` and on no page: whoever gives a sequence the pages
+    and the length of another, gives it these rows, too. So a prefix can be shared where the rows at its very end are there.
 
     With ``pages`` sequences take memory as they grow, from a pool of pages. Which pages a sequence has is the caller's to say, in
     ``page_table``, before tokens come that need them; no two sequences write to the same page. Layers may share one table
@@ -63,7 +66,8 @@ class IndexedCache(nn.Module):
         page_table: int32 [B, N / page_size], the pages of each sequence in order, -1 for none; None without pages.
         length: int32 [B], how many tokens of each sequence were taken in.
         streaming: the cache of the local heads, or None.
-        recent: the last rows of hidden states, for a layer that convolves them; None for others.
+        recent: the last rows of hidden states of each sequence, for a layer that convolves them; None for others. ``recent.empty(b)`` makes
+            those of new sequences, ``recent[3:4].copy_(other)`` takes some over, ``recent.reorder(index)`` reorders them.
 
     Raises:
         TypeError, ValueError: a size of a wrong type or out of range.
@@ -133,7 +137,8 @@ class IndexedCache(nn.Module):
         Args:
             page_table: int32 [b, n], as :attr:`page_table`, for up to ``n * page_size`` tokens.
             length: int32 [b], how many tokens each of them has. Calls write to it.
-            recent: of a layer that convolves, their last rows, such as ``cache.recent[:b]``. Calls write to them.
+            recent: of a layer that convolves, the rows of the same sequences, which calls overwrite: ``cache.recent[:b]`` of sequences of
+                this cache, ``cache.recent.empty(b)`` of new ones.
 
         Raises:
             TypeError, ValueError: a wrong type, shape or device, or a cache without pages or with local heads, which keep their own keys.
@@ -144,9 +149,7 @@ class IndexedCache(nn.Module):
         like = (self.length, "the cache")
         batch, _ = checks.shaped("page_table", page_table, "[b, n]", (torch.int32,), *like).shape
         tables = {"page_table": page_table, "length": checks.shaped("length", length, "[b]", (torch.int32,), *like, b=batch)}
-        checks.instance("recent", recent, type(self.recent), "None" if self.recent is None else "rows of cache.recent")
-        if recent is not None:
-            checks.shaped("recent.rows", recent.rows, "[b, N, E]", (), *like, b=batch)
+        check_alike(self.recent, recent, length)
         other = copy.copy(self)
         other._buffers, other._modules = {**self._buffers, **tables}, {**self._modules, "recent": recent}
         return other
@@ -330,7 +333,7 @@ class IndexedCache(nn.Module):
         """Takes the last n tokens of each sequence back, see :meth:`dmattn.BoundedCache.rewind`."""
         if self.streaming is None:
             kept, recent = self.kept, self.recent
-            count = tokens_back(n, kept, self.max_length if recent is None else recent.rewind)
+            count = tokens_back(n, kept, self.max_length if recent is None else recent.most_back)
             fits = (count >= 0) & (count <= kept)
             self.length.copy_(torch.where(fits, self.length - count, 0))
             if recent is not None and recent.kept is not None:
@@ -343,7 +346,8 @@ class IndexedCache(nn.Module):
         """Sequence b becomes a copy of what sequence ``index[b]`` was: for beams. Not with pages, which beams share."""
         if self.page_table is not None:
             raise ValueError(
-                "cache: expected one without pages, got one with them: write to page_table, and copy pages that differ"
+                "cache: expected one without pages, got one with them: write to page_table and length, copy pages that differ, and"
+                " call cache.recent.reorder(index) where a layer convolves"
             )
         check_index(index, self.key)
         if self.streaming is not None:
@@ -371,7 +375,7 @@ class IndexedCache(nn.Module):
         """int32 [B]: how many tokens can be taken back; a copy."""
         if self.streaming is not None:
             return self.streaming.kept[:, 0].clone()
-        return self.length.clone() if self.recent is None or self.recent.kept is None else self.recent.kept.clone()
+        return self.length.clone() if self.recent is None or self.recent.kept is None else self.recent.kept.minimum(self.length)
 
     @property
     def max_length(self) -> int:
