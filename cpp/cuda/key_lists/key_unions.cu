@@ -66,7 +66,7 @@ __device__ __forceinline__ uint4 entries_from(const int32_t* row, int at, int li
   return {entry[0], entry[1], entry[2], entry[3]};
 }
 
-// Sets a bit of word `number` if that is below `end`: by a predicate, so that the warp stays together.
+// Sets a bit of word `number` of shared memory if that is below `end`.
 __device__ __forceinline__ void set_bit_below(uint32_t words, uint32_t number, uint32_t end, uint32_t bit) {
   asm volatile("{\n.reg .pred is_below;\nsetp.lt.u32 is_below, %1, %2;\n@is_below red.shared.or.b32 [%0], %3;\n}" ::"r"(
                    words + number * 4),
