@@ -18,7 +18,7 @@ from dmattn.cache import BoundedCache
 from dmattn.nn import DynamicMaskAttention, IndexedAttention, IndexRecipe
 from dmattn.nn.mixed_cache import MixedCache
 
-from dmattn_bench.quality_report import NAMES, Run, latest, measured_on, model_of, runs_of
+from dmattn_bench.quality_report import NAMES, Run, as_the_layer, latest, measured_on, model_of, runs_of
 from dmattn_bench.tables import markdown
 
 MISSING = "not measured"
@@ -61,7 +61,7 @@ class Line:
 
 LINES = (
     Line("8,192 tokens: bits per byte, 2,000 steps", {**SHORT, "conv": 1}, bits),
-    Line("the same with the convolution", {**SHORT, "conv": 3}, bits),
+    Line("the same with the layer's convolution", {**SHORT, "conv": 3, "conv_hidden": True}, bits),
     Line("32,768 tokens: bits per byte, 250 seconds", LONG, bits),
     Line("the same, 12 layers of 1,024, 16 heads on 4, 20 minutes", LARGER, bits),
     Line("32,768 tokens: tokens per second in training", LONG, rate),
@@ -75,7 +75,7 @@ def table(results: Path) -> str:
     runs = [run for run in runs_of(results) if run["complete"] and model_of(run)]
     lines, used = [], []
     for line in LINES:
-        chosen = latest([run for run in runs if line.settings.items() <= run["settings"].items()])
+        chosen = latest(as_the_layer([run for run in runs if line.settings.items() <= run["settings"].items()]))
         of_each = [[run for run in chosen if model_of(run) == model] for model in MODELS]
         lines.append([line.title, *(line.cell(found) if found else MISSING for found in of_each)])
         used += chosen

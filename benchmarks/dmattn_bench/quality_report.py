@@ -134,11 +134,18 @@ def latest(runs: list[Run]) -> list[Run]:
     return list({(run["name"], run["settings"]["seed"]): run for run in runs}.values())
 
 
+def as_the_layer(runs: list[Run]) -> list[Run]:
+    """The runs that convolve hidden states, as IndexedAttention does, of the models that have some; all runs of the others."""
+    convolving = {model_of(run) for run in runs if run["settings"].get("conv_hidden")}
+    return [run for run in runs if run["settings"].get("conv_hidden") or model_of(run) not in convolving]
+
+
 def heading(run: Run) -> str:
     s = run["settings"]
     budget = f"{s['seconds']:.0f} seconds of training" if s["seconds"] else f"{s['steps']:,} steps"
     size = f"{s['layers']} layers of {s['width']}" + (f" with {s['heads']} heads on {s['kv_heads']}" if s.get("kv_heads") else "")
-    size += f", convolution of {s['conv']} tokens" if s.get("conv", 1) > 1 else ""
+    convolved = "hidden states over" if s.get("conv_hidden") else "queries, keys and values over"
+    size += f", convolution of {convolved} {s['conv']} tokens" if s.get("conv", 1) > 1 else ""
     asked = "" if s["task"] in ("text", "headers", "series") else f", {s['pairs']} pairs"
     asked += f" of {s['symbols']} symbols" if s["task"] == "mqar" else ""
     return f"{s['length']:,} tokens{asked}, {budget}, {size}, learning rate {s['lr']:g}"

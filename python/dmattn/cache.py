@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from dmattn.cache_loaded import check_loaded
 from dmattn.composed import LISTS
 from dmattn.fake import accumulate_dtype
 from dmattn.renamed import renamed
+
+if TYPE_CHECKING:
+    from dmattn.nn.convolution import RecentRows
 
 # Up to so many tokens are taken in one after another: a chunk costs as much as some steps.
 MOST_STEPS = 8
@@ -114,6 +117,7 @@ class BoundedCache(nn.Module):
         self.register_buffer("steps", counts)
         self.register_buffer("kept", torch.zeros_like(counts))
         self.register_buffer("sizes_saved", torch.tensor(self.sizes, dtype=torch.int64, device=device))
+        self.recent: RecentRows | None = None  # of a layer that convolves
 
     # Use ------------------------------------------------------------------------------------------------------------------------
 
@@ -214,6 +218,8 @@ class BoundedCache(nn.Module):
         check_index(index, self.key)
         for tensor in self._state():
             tensor.copy_(tensor.index_select(0, index))
+        if self.recent is not None:
+            self.recent.reorder(index)
 
     def reset(self, rows: Tensor | Sequence[int] | int | None = None) -> None:
         """Makes sequences empty, so that their next token stands at position 0.
@@ -228,6 +234,8 @@ class BoundedCache(nn.Module):
         empty = (0, 0, -torch.inf, -1, -1, 0, 0)
         for tensor, nothing in zip(self._state(), empty, strict=True):
             tensor.masked_fill_(chosen.view(-1, *[1] * (tensor.dim() - 1)), nothing)
+        if self.recent is not None:
+            self.recent.reset(chosen)
 
     @property
     def length(self) -> Tensor:
@@ -257,7 +265,8 @@ class BoundedCache(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors; the same at every length."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._state())
+        own = sum(tensor.numel() * tensor.element_size() for tensor in self._state())
+        return own + (0 if self.recent is None else self.recent.nbytes)
 
     def extra_repr(self) -> str:
         batch, heads, _, size = self.key.shape
@@ -373,6 +382,11 @@ class BoundedCache(nn.Module):
         elif self.sizes.window != 0:
             raise ValueError(f"scores: expected [B, Hkv, T] with a window of {self.sizes.window}, got None")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "recent" not in self._modules:  # caches pickled before layers convolved
+            self.__dict__.setdefault("recent", None)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BoundedCache:
         """What ``to`` and the like do; scores keep the dtype that belongs to the keys'."""
         score = self.score
@@ -438,7 +452,7 @@ def tokens_back(n: int | Tensor, kept: Tensor, rewind: int) -> Tensor:
         checks.natural_int("n", n)
         if n > rewind:
             raise ValueError(
-                f"n: expected at most {rewind} tokens, got {n}: keys that died earlier are gone; make the cache with rewind={n}"
+                f"n: expected at most {rewind} tokens, got {n}: the state before them is gone; make the cache with rewind={n}"
             )
         count = torch.full((kept.shape[0],), n, dtype=torch.int32, device=kept.device)
     if checks.values_are_known(count) and checks.values_are_known(kept):

@@ -463,7 +463,7 @@ def test_more_than_is_kept_is_refused_or_empties(device, exact):
     cache = history.cache(4, 3, 0, rewind=6)
     cache.attend(*history.tokens(0, 20))
     cache.rewind(4)
-    with pytest.raises(ValueError, match="n: expected at most 6 tokens, got 7: keys that died earlier are gone"):
+    with pytest.raises(ValueError, match="n: expected at most 6 tokens, got 7: the state before them is gone"):
         cache.rewind(7)
     too_many = torch.tensor([3, 1], dtype=torch.int32, device=device)
     if device == "cpu":
@@ -513,6 +513,15 @@ def test_a_reset_sequence_begins_at_0(device, exact):
 
 
 # As a module ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_an_earlier_version_pickled_is_used():
+    cache = BoundedCache(2, 2, 4, 8, local=2)
+    del cache.__dict__["recent"]
+    loaded = copy.deepcopy(cache)
+    loaded.reorder(torch.tensor([1, 0]))
+    loaded.reset()
+    assert loaded.nbytes == BoundedCache(2, 2, 4, 8, local=2).nbytes
 
 
 def test_state_is_saved_and_loaded(device, exact, tmp_path):

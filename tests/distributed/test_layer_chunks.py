@@ -12,6 +12,7 @@ from dmattn import IntervalMask
 from dmattn.nn import IndexedAttention, IndexRecipe, score_loss
 from dmattn.nn.scores import drawn_rows
 from dmattn.testing import strategies
+from generation import convolved
 from rank_pool import Ranks
 
 pytestmark = pytest.mark.slow
@@ -26,24 +27,28 @@ def two_ranks():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "documents", "compiled"),
+    ("recipe", "ends", "compiled"),
     [
-        ({}, False, False),
-        ({"groups": 1, "block_size": 4}, True, False),
-        ({"block_size": 4, "block_score": "mean_key", "local_heads": 0}, False, False),
-        ({}, True, True),
+        ({}, [44], False),
+        ({"groups": 1, "block_size": 4, "conv": 4}, [9, 23, 44], False),
+        ({"block_size": 4, "block_score": "mean_key", "local_heads": 0, "conv": 1}, [44], False),
+        ({}, [9, 22, 44], True),
+        ({"conv": 7}, [3, 10], False),  # a chunk has fewer rows than the convolution looks back
     ],
     ids=str,
 )
-def test_two_ranks_compute_the_layer(two_ranks, recipe, documents, compiled):
+def test_two_ranks_compute_the_layer(two_ranks, recipe, ends, compiled):
     """So many queries are drawn that all of them teach, wherever they lie."""
-    layer, hidden = rank_layers.layer_of(recipe), tensor((2, 44, 32), 0, torch.float64)
-    base = IntervalMask.documents(44, torch.tensor([0, 9, 44], dtype=torch.int32)) if documents else None
+    length, half = ends[-1], ends[-1] // 2
+    layer, hidden = rank_layers.layer_of(recipe), tensor((2, length, 32), 0, torch.float64)
+    base = IntervalMask.documents(length, torch.tensor([0, *ends], dtype=torch.int32)) if len(ends) > 1 else None
     results = two_ranks.run("rank_layers:run", [(recipe, layer.state_dict(), hidden, base, compiled)] * 2)
     hidden.requires_grad_()
     out, lists = layer(hidden, base, return_index_mask=True)
-    query, key, value = layer.projected(hidden)
-    bias = (layer.log_slope.exp()[:, None] * torch.arange(44))[None]
+    of_documents = hidden.tensor_split(ends[:-1], 1)
+    rows = torch.cat([convolved(layer, part) for part in of_documents], 1)
+    query, key, value = layer.projected(rows)
+    bias = (layer.log_slope.exp()[:, None] * torch.arange(length))[None]
     dense = dmattn.attention(query, key, value, base, is_causal=True, key_bias=bias)
     out = layer.o_proj(dense.transpose(1, 2).flatten(2))  # all queries explore
     own = slice(4, None) if layer.local_heads else slice(None)
@@ -51,13 +56,13 @@ def test_two_ranks_compute_the_layer(two_ranks, recipe, documents, compiled):
     losses = []
     for rank in range(2):
         torch.manual_seed(rank)
-        rows = drawn_rows(22, 2048, 0.0, hidden.device) + 22 * rank
+        drawn = drawn_rows(half, 2048, 0.0, hidden.device) + half * rank
         losses.append(
-            layer.indexer.loss(hidden, query[:, own], key[:, of_kv], rows=rows, base=base, key_bias=bias[:, of_kv], sharp=True)
+            layer.indexer.loss(rows, query[:, own], key[:, of_kv], rows=drawn, base=base, key_bias=bias[:, of_kv], sharp=True)
         )
     (out.square().sum() + sum(losses)).backward()
     for rank, (got, indices, loss, of_hidden, gradients) in enumerate(results):
-        chunk = slice(22 * rank, 22 * rank + 22)
+        chunk = slice(half * rank, half * rank + half)
         torch.testing.assert_close(got, out[:, chunk].detach())
         assert torch.equal(indices, lists.indices[:, :, chunk])
         torch.testing.assert_close(of_hidden, hidden.grad[:, chunk])
@@ -139,7 +144,19 @@ def test_arguments_that_differ_are_an_error_on_every_rank(two_ranks, first, othe
 
 @pytest.mark.parametrize(
     "name",
-    ["num_kv_heads", "window", "local", "groups", "index_dim", "block_size", "index_heads", "recency", "block_score", "training"],
+    [
+        "num_kv_heads",
+        "window",
+        "local",
+        "groups",
+        "index_dim",
+        "block_size",
+        "index_heads",
+        "recency",
+        "block_score",
+        "conv",
+        "training",
+    ],
 )
 def test_layers_that_differ_are_an_error_on_every_rank(two_ranks, name):
     """What would else end in the transport, or in wrong numbers."""
@@ -156,6 +173,7 @@ def test_layers_that_differ_are_an_error_on_every_rank(two_ranks, name):
         "index_heads": 3,
         "recency": None,
         "block_score": "mean_key",
+        "conv": 2,
     }
     fields |= {key: value for key, value in changed.items() if key == name and key not in sizes}
     sizes |= {key: value for key, value in changed.items() if key == name and key in sizes}

@@ -15,7 +15,7 @@ from dmattn.nn import IndexedAttention, IndexedCache, Indexer, IndexProjections,
 from dmattn.nn import scores as scores_module
 from dmattn.testing import AttentionCase, strategies
 from dmattn_bench import two_ways
-from generation import assert_prompts_generate, assert_rewinds_and_reorders, assert_step_compiles_once
+from generation import assert_prompts_generate, assert_rewinds_and_reorders, assert_step_compiles_once, convolved
 from programs import assert_compiles_once, exported
 from torch.utils.checkpoint import checkpoint
 
@@ -25,8 +25,8 @@ RECIPES = [
     {},
     {"groups": 1, "block_size": 4},
     {"block_size": 4, "block_score": "mean_key", "sink_keys": 2},
-    {"local_heads": 0, "recency": None, "sink_keys": 1},
-    {"local": 0, "rope_theta": None},
+    {"local_heads": 0, "recency": None, "sink_keys": 1, "conv": 5},
+    {"local": 0, "rope_theta": None, "conv": 1},
     {"window": 0, "sink_keys": 2, "softcap": 3.0},
 ]
 FIELDS = {field.name for field in dataclasses.fields(IndexRecipe)}
@@ -46,7 +46,7 @@ def layer_of(dtype=torch.float64, **options):
 
 
 def visible_by_hand(layer, hidden, documents=None):
-    """bool [B, Hkv, S, S] from the definition: scores of all pairs, sorted; documents [B, S] are numbers."""
+    """bool [B, Hkv, S, S] from the definition: scores of all pairs, sorted; hidden is convolved; documents [B, S] are numbers."""
     indexer, length = layer.indexer, hidden.shape[1]
     parts, size = indexer(hidden), layer.recipe.block_size
     position = torch.arange(length)
@@ -99,7 +99,8 @@ def output_by_hand(layer, hidden, visible):
 def test_layer_is_its_formula(options):
     layer, hidden = layer_of(**options), tensor((2, 41, 32), 0, torch.float64).requires_grad_()
     out = layer(hidden)
-    expected = output_by_hand(layer, hidden, visible_by_hand(layer, hidden))
+    rows = convolved(layer, hidden)
+    expected = output_by_hand(layer, rows, visible_by_hand(layer, rows))
     torch.testing.assert_close(out, expected)
     leaves = [hidden, *(p for name, p in layer.named_parameters() if not name.startswith("indexer"))]
     for ours, theirs in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected)), strict=True):
@@ -110,11 +111,15 @@ def test_documents_and_padding_are_kept_apart():
     layer, hidden = layer_of(), tensor((2, 41, 32), 0, torch.float64)
     cuts = torch.tensor([0, 17, 41], dtype=torch.int32)
     documents = (torch.arange(41) >= 17).long().expand(2, -1)
-    expected = output_by_hand(layer, hidden, visible_by_hand(layer, hidden, documents))
+    rows = torch.cat([convolved(layer, part) for part in hidden.split([17, 24], 1)], 1)
+    expected = output_by_hand(layer, rows, visible_by_hand(layer, rows, documents))
     torch.testing.assert_close(layer(hidden, IntervalMask.documents(41, cuts)), expected)
-    padded = layer(hidden, IntervalMask.padding(41, torch.tensor([41, 30], dtype=torch.int32)))
+    lengths = torch.tensor([41, 30], dtype=torch.int32)
+    padded = layer(hidden, IntervalMask.padding(41, lengths))
     torch.testing.assert_close(padded[0], layer(hidden)[0])
     torch.testing.assert_close(padded[1, :30], layer(hidden[1:, :30])[0])
+    padded = layer(hidden, IntervalMask.padding(41, lengths, "left"))
+    torch.testing.assert_close(padded[1, 11:], layer(hidden[1:, 11:])[0])
 
 
 def test_positions_that_start_again_are_documents():
@@ -208,14 +213,15 @@ def test_the_loss_is_that_of_the_drawn_queries_and_of_the_heads_that_select():
     rows = scores_module.drawn_rows(41, 16, 0.5, torch.device("cpu"))
     torch.manual_seed(3)
     _, loss = layer(hidden, with_index_loss=True)
-    query, key, _ = layer.projected(hidden)
+    rows_of_hidden = convolved(layer, hidden)
+    query, key, _ = layer.projected(rows_of_hidden)
     bias = (layer.log_slope.exp()[2:, None] * torch.arange(41))[None]
-    parts, indexer = layer.indexer(hidden), layer.indexer
+    parts, indexer = layer.indexer(rows_of_hidden), layer.indexer
     expected = dmattn.index_loss(
         *parts, query[:, 4:], key[:, 2:], rows=rows, local=3, key_bias=bias, slope=indexer.slope, sharp=True
     )  # fmt: skip
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(layer.indexer.loss(hidden, query[:, 4:], key[:, 2:], rows=rows, key_bias=bias, sharp=True), loss)
+    torch.testing.assert_close(indexer.loss(rows_of_hidden, query[:, 4:], key[:, 2:], rows=rows, key_bias=bias, sharp=True), loss)
 
 
 @pytest.mark.parametrize("with_base", [False, True])
@@ -227,7 +233,8 @@ def test_queries_that_explore_see_all_keys(with_base):
     rows = scores_module.drawn_rows(64, 8, 0.0, torch.device("cpu"))
     torch.manual_seed(3)
     out, _ = layer(hidden, base, with_index_loss=True)
-    query, key, value = layer.projected(hidden)
+    parts = hidden.split([20, 44] if with_base else [64], 1)
+    query, key, value = layer.projected(torch.cat([convolved(layer, part) for part in parts], 1))
     bias = (layer.log_slope.exp()[:, None] * torch.arange(64))[None]
     dense = dmattn.attention(query, key, value, base, is_causal=True, key_bias=bias)
     dense = layer.o_proj(dense.transpose(1, 2).flatten(2))
@@ -245,14 +252,15 @@ def test_the_indexer_learns_which_keys_attention_reads():
     layer, hidden = layer_of(queries=64, explore=False, recency=None), tensor((4, 64, 32), 0, torch.float64)
     with torch.no_grad():
         layer.q_proj.weight.mul_(4), layer.k_proj.weight.mul_(4)
-    query, key, _ = layer.projected(hidden)
+    rows = convolved(layer, hidden).detach()
+    query, key, _ = layer.projected(rows)
     dense = (query[:, 4:].unflatten(1, (2, 2)) @ key[:, 2:, None].transpose(3, 4) * 8**-0.5).masked_fill(
         ~torch.ones(64, 64, dtype=torch.bool).tril(), -math.inf
     )
     dense = dense.softmax(4).mean(2).detach()
 
     def seen():
-        return (dense * visible_by_hand(layer, hidden)[:, 2:]).sum(3).mean().item()
+        return (dense * visible_by_hand(layer, rows)[:, 2:]).sum(3).mean().item()
 
     before, optimizer = seen(), torch.optim.Adam(layer.indexer.parameters(), lr=3e-3)
     for _ in range(60):
@@ -311,14 +319,15 @@ def test_prompts_of_different_lengths(options, side, make):
 def test_sequences_join_take_pages_and_leave(options):
     """A scheduler's work: prompts alone, by a table of their own; steps together; a sequence leaves, and its pages go to another."""
     layer, hidden = layer_of(**options).eval(), tensor((3, 60, 32), 0, torch.float64)
-    cache, free = layer.new_cache(2, 60, pages=6, page_size=16), [4, 2, 5, 0, 3, 1]
+    cache, free = layer.new_cache(2, 60, pages=6, page_size=16, rewind=3), [4, 2, 5, 0, 3, 1]
 
     def join(row, sequence, tokens):
         cache.reset([row])
         cache.page_table[row] = -1
         taken = [free.pop() for _ in range(-(-tokens // 16))]
         cache.page_table[row, : len(taken)] = torch.tensor(taken, dtype=torch.int32)
-        alone = cache.on_pages(cache.page_table[row : row + 1, : len(taken)], cache.length[row : row + 1])
+        one = slice(row, row + 1)
+        alone = cache.on_pages(cache.page_table[one, : len(taken)], cache.length[one], cache.recent[one])
         return layer(hidden[sequence : sequence + 1, :tokens], cache=alone)
 
     def leave(row):
@@ -342,12 +351,43 @@ def test_sequences_join_take_pages_and_leave(options):
         torch.testing.assert_close(out[:, 0], torch.stack((whole[2, 50], whole[1, 22])))
 
 
+def test_pages_are_shared_and_change_hands():
+    """A prefix of two sequences lies once in memory; beams change places; a prompt that has no place yet comes into one."""
+    layer, hidden = layer_of(local_heads=0).eval(), tensor((3, 40, 32), 0, torch.float64)
+    cache = layer.new_cache(2, 48, pages=9, page_size=16)
+    cache.page_table.copy_(torch.arange(6, dtype=torch.int32).view(2, 3))
+    hidden[1, :32] = hidden[0, :32]
+    with torch.no_grad():
+        whole = layer(hidden)
+        layer(hidden[:2, :32], cache=cache, lengths=torch.tensor([32, 0], dtype=torch.int32))
+        cache.page_table[1, :2], cache.length[1] = cache.page_table[0, :2], cache.length[0]
+        cache.recent[1:2].copy_(cache.recent[:1])
+        two_ways.assert_same_in_another_order(layer(hidden[:2, 32:36], cache=cache), whole[:2, 32:36], torch.float64)
+        other = torch.tensor([1, 0])
+        for state in (cache.page_table, cache.length):
+            state.copy_(state[other])
+        cache.recent.reorder(other)
+        out = layer(hidden[other, 36:38], cache=cache)
+        two_ways.assert_same_in_another_order(out, whole[other, 36:38], torch.float64)
+        table, length = torch.tensor([[6, 7]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        prompt = cache.on_pages(table, length, cache.recent.empty(1))
+        layer(hidden[2:, :20], cache=prompt)
+        cache.page_table[0, :2], cache.length[0] = table[0], length[0]
+        cache.recent[:1].copy_(prompt.recent)
+        out = layer(torch.stack((hidden[2, 20:22], hidden[0, 38:40])), cache=cache)
+        two_ways.assert_same_in_another_order(out, torch.stack((whole[2, 20:22], whole[0, 38:40])), torch.float64)
+        cache.length[0] = 1  # less than was kept
+        assert cache.kept.tolist() == [0, 0]
+    assert repr(cache.recent) == "RecentRows(batch_size=2, size=3, embed_dim=32, most_back=0)"
+    assert repr(layer.conv) == "CausalConvolution(embed_dim=32, size=3)"
+
+
 def test_pages_that_cannot_be():
     layer = layer_of(local_heads=0).eval()
     cache, hidden = layer.new_cache(2, 40, pages=4, page_size=16), tensor((2, 20, 32), 0, torch.float64)
     cache.page_table[:, :2] = torch.tensor([[0, 1], [2, 4]])
     assert cache.max_length == 48
-    assert cache.nbytes == 4 * 2 * (3 + 1) + 8 * 5 * 16 * 4 * (8 + 8 + 8)
+    assert cache.nbytes == 4 * 2 * (3 + 1) + 8 * 5 * 16 * 4 * (8 + 8 + 8) + 8 * 2 * 2 * 32 + 4 * 2
     with torch.no_grad():
         with pytest.raises(
             ValueError, match=r"cache\.page_table: expected the numbers of pages below 4 .* got none for sequence 1"
@@ -367,6 +407,16 @@ def test_pages_that_cannot_be():
     ):
         with pytest.raises(ValueError, match=words):
             cache.on_pages(*given)
+    for recent, error, words in (
+        (None, TypeError, r"recent: expected rows such as cache\.recent\.empty\(1\), got NoneType"),
+        (cache.recent, ValueError, r"recent\.rows: expected \[B, N, E\] with B=1, N=2, E=32, got \[2, 2, 32\]"),
+        (layer_of(conv=2).new_cache(1, 40, rewind=1).recent, ValueError, r"recent: expected rows of a cache like this one"),
+        (layer_of(local_heads=2).new_cache(1, 40).recent, ValueError, r"recent: expected rows of a cache like this one"),
+    ):
+        with pytest.raises(error, match=words):
+            cache.on_pages(table, length, recent)
+    with pytest.raises(TypeError, match="sequences: expected a slice, got int"):
+        cache.recent[0]
     with pytest.raises(ValueError, match="cache: expected one with pages and without local heads, got one without pages"):
         layer.new_cache(2, 40).on_pages(table, length)
     with pytest.raises(ValueError, match="got one with local heads"):
@@ -423,6 +473,7 @@ def test_a_call_that_is_refused_changes_nothing(local_heads):
             layer(hidden, cache=cache, index_mask=dmattn.IndexMask(torch.full((2, heads, 5, 3), 1000)))
         assert cache.next_positions(1).tolist() == [[0], [0]]
         assert cache.streaming is None or cache.streaming.next_positions(1).tolist() == [[0], [0]]
+        assert not cache.recent.rows.any()
 
 
 @BOTH_CACHES
@@ -453,6 +504,77 @@ def test_a_compiled_call_without_room_takes_nothing_in(make, local_heads):
             assert cache.next_positions(1).tolist() == [[32], [30]]
 
 
+# Each has a cache of another kind.
+KINDS = [{"local_heads": 0}, {}, {"local_heads": 0, "lifetime_window": 11}, {"lifetime_window": 11}]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("conv", [2, 5])
+def test_sequences_grow_by_different_numbers_of_tokens(options, side, conv):
+    """Some calls give a sequence nothing, and what is not real is NaN."""
+    layer, hidden = layer_of(conv=conv, **options).eval(), tensor((3, 20, 32), 0, torch.float64)
+    cache, first = layer.new_cache(3, 20), [0, 0, 0]
+    with torch.no_grad():
+        whole = layer(hidden)
+        for lengths in ([1, 0, 4], [2, 3, 0], [0, 1, 4], [1, 1, 0], [9, 4, 2], [3, 0, 9]):
+            most = max(lengths)
+            given = torch.full((3, most, 32), math.nan, dtype=torch.float64)
+            places = [slice(most - n, most) if side == "left" else slice(0, n) for n in lengths]
+            for b, n in enumerate(lengths):
+                given[b, places[b]] = hidden[b, first[b] : first[b] + n]
+            out = layer(given, cache=cache, lengths=torch.tensor(lengths, dtype=torch.int32), padding_side=side)
+            for b, n in enumerate(lengths):
+                expected = whole[b, first[b] : first[b] + n]
+                two_ways.assert_same_in_another_order(out[b, places[b]], expected, torch.float64)
+                first[b] += n
+    assert cache.length.tolist() == first == [16, 9, 19]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_tokens_are_taken_back_as_far_as_a_cache_knows_them(options):
+    layer, hidden = layer_of(**options).eval(), tensor((2, 30, 32), 0, torch.float64)
+    cache, wrong = layer.new_cache(2, 30, rewind=4), tensor((2, 30, 32), 1, torch.float64)
+
+    def kept():
+        return cache.kept.view(2, -1).amax(1).tolist()
+
+    with torch.no_grad():
+        layer(hidden[:, :3], cache=cache, lengths=torch.tensor([3, 1], dtype=torch.int32))
+        assert kept() == [3, 1]
+        layer(hidden[:, 3:7], cache=cache, lengths=torch.tensor([4, 0], dtype=torch.int32))
+        layer(torch.stack((wrong[0, :3], hidden[1, 1:4])), cache=cache)
+        assert kept() == [4, 4]
+        cache.rewind(torch.tensor([3, 0], dtype=torch.int32))
+        assert kept() == [1, 4]
+        with pytest.raises(ValueError, match="n: expected at most 1 tokens for sequence 0"):
+            cache.rewind(2)
+        with pytest.raises(ValueError, match="n: expected at most 4 tokens, got 5"):
+            cache.rewind(5)
+        layer(wrong[:, 3:4], cache=cache)
+        assert kept() == [2, 4]
+        cache.rewind(torch.tensor([2, 1], dtype=torch.int32))
+        assert cache.length.tolist() == [6, 4]
+        out = layer(torch.stack((hidden[0, 6:14], hidden[1, 4:12])), cache=cache)
+        whole = layer(hidden)
+        two_ways.assert_same_in_another_order(out, torch.stack((whole[0, 6:14], whole[1, 4:12])), torch.float64)
+        # Compiled, where nobody can be told, a sequence becomes empty that is to go back too far.
+        torch.compile(cache.rewind, backend="eager")(torch.tensor([5, 1], dtype=torch.int32))
+        assert cache.length.tolist() == [0, 11]
+        assert kept() == [0, 3]
+        out = layer(torch.stack((hidden[0, :5], hidden[1, 11:16])), cache=cache)
+        two_ways.assert_same_in_another_order(out, torch.stack((whole[0, :5], whole[1, 11:16])), torch.float64)
+        cache.reorder(torch.tensor([1, 0]))
+        out = layer(torch.stack((hidden[1, 16:18], hidden[0, 5:7])), cache=cache)
+        two_ways.assert_same_in_another_order(out, torch.stack((whole[1, 16:18], whole[0, 5:7])), torch.float64)
+        if cache.recent.kept is not None:
+            cache.length[1] = 2  # by hand: less than there was to take back
+            assert kept()[1] == 2
+        cache.reset([0])
+        assert kept()[0] == 0
+        assert cache.recent.rows.flatten(1).any(1).tolist() == [False, True]
+
+
 def test_the_loss_of_no_tokens_is_zero():
     layer = layer_of()
     out, loss = layer(tensor((2, 0, 32), 0, torch.float64), with_index_loss=True)
@@ -468,16 +590,21 @@ def test_a_step_compiles_once_and_reads_no_length(make):
 
 
 @BOTH_CACHES
-def test_a_cache_moves_and_is_saved_with_its_state(make):
-    layer, hidden = layer_of().eval(), tensor((2, 20, 32), 0, torch.float64)
-    cache, other = make(layer, 2, 20), make(layer, 2, 20)
+@pytest.mark.parametrize("local_heads", [0, "half"])
+def test_a_cache_moves_and_is_saved_with_its_state(make, local_heads):
+    layer, hidden = layer_of(local_heads=local_heads).eval(), tensor((2, 20, 32), 0, torch.float64)
+    cache, other = make(layer, 2, 20, rewind=2), make(layer, 2, 20, rewind=2)
     with torch.no_grad():
         layer(hidden[:, :15], cache=cache)
         other.load_state_dict(cache.state_dict())
         assert torch.equal(layer(hidden[:, 15:], cache=other), layer(hidden[:, 15:], cache=cache))
-    streaming = cache.streaming.key.shape[2]
-    assert streaming == 3
-    assert cache.nbytes > 0
+    assert other.kept.tolist() == [2, 2]
+    assert cache.streaming is None or cache.streaming.key.shape[2] == 3 + 2
+    for kept in ([2, 3], [-1, 0]) if cache.streaming is None else ():
+        with pytest.raises(ValueError, match=r"recent\.kept: expected numbers of tokens that can be taken back, got"):
+            other.load_state_dict(cache.state_dict() | {"recent.kept": torch.tensor(kept, dtype=torch.int32)})
+    assert cache.nbytes > cache.recent.nbytes >= 8 * 2 * (2 + 2) * 32
+    assert cache.to(torch.float32).recent.rows.dtype == torch.float32
     assert cache.max_length == (20 if make is reserved else 48)
 
 
@@ -541,7 +668,7 @@ def test_autocast_computes_in_half_precision():
 def test_a_copy_and_a_state_dict_compute_the_same():
     layer, hidden = layer_of(), tensor((1, 30, 32), 0, torch.float64)
     names = ["q_proj", "k_proj", "v_proj", "indexer.q_proj", "indexer.k_proj", "indexer.weights_proj", "o_proj"]
-    expected = {f"{name}.weight" for name in names} | {"log_slope", "indexer.slope", "indexer.weights_proj.bias"}
+    expected = {f"{name}.weight" for name in (*names, "conv")} | {"log_slope", "indexer.slope", "indexer.weights_proj.bias"}
     assert set(layer.state_dict()) == expected
     other = layer_of()
     torch.nn.init.zeros_(other.q_proj.weight)
@@ -577,7 +704,8 @@ def test_layers_that_cannot_be(options, error, words):
         ({"groups": 2}, "groups"), ({"groups": True}, "groups"),
         ({"groups": 1.0}, "groups"), ({"rotary_factor": 1.5}, "rotary_factor"), ({"recency": 0.0}, "recency"),
         ({"local_heads": -1}, "local_heads"), ({"queries": 0}, "queries"), ({"last": 2.0}, "last"), ({"index_dim": 12}, "index_dim"),
-        ({"index_heads": 129}, "index_heads"), ({"block_size": 3}, "block_size"), ({"block_score": "sum"}, "block_score"),
+        ({"index_heads": 129}, "index_heads"), ({"conv": 0}, "conv"), ({"conv": 17}, "conv"),
+        ({"block_size": 3}, "block_size"), ({"block_score": "sum"}, "block_score"),
     ],
 )  # fmt: skip
 def test_recipes_that_cannot_be(fields, words):
@@ -607,6 +735,11 @@ def test_calls_that_cannot_be():
         ({"index_mask": lists, "with_index_loss": True}, "with_index_loss: expected its default with index_mask"),
         ({"lengths": torch.tensor([20, 20])}, "lengths: expected None without a cache"),
         ({"cache": layer.new_cache(3, 20)}, "hidden_states: expected .* with B=3"),
+        (
+            {"cache": layer_of(conv=1).new_cache(2, 20)},
+            r"cache: expected one of a layer with \(conv, embed_dim\) = \(3, 32\), got \(1, 0\)",
+        ),
+        ({"cache": layer_of(conv=4).new_cache(2, 20)}, r"cache: expected one of a layer with .* got \(4, 32\)"),
         ({"index_mask": dmattn.IndexMask(lists.indices[:, :, :10])}, r"index_mask: expected \[B\|1, heads\|1, S, K\] with B="),
     ):
         with pytest.raises(ValueError, match=words), torch.no_grad():
@@ -619,6 +752,7 @@ def test_calls_that_cannot_be():
         layer(hidden, cache=cache)
     with pytest.raises(TypeError, match="expected a dmattn"), torch.no_grad():
         layer(hidden, cache=object())
+    layer = layer_of(conv=1)
     own = {"local_heads": 2, "local": 3, "groups": 2, "index_dim": 8, "dtype": torch.float64}
     for sizes, words in (
         ({"groups": 3}, "groups of index keys"),

@@ -9,7 +9,7 @@ import torch
 from dmattn.nn import IndexedAttention, IndexRecipe
 from dmattn.testing import AttentionCase, strategies, top_k_visible
 from dmattn_bench import two_ways
-from generation import assert_prompts_generate, assert_rewinds_and_reorders, assert_step_compiles_once
+from generation import assert_prompts_generate, assert_rewinds_and_reorders, assert_step_compiles_once, convolved
 from torch import nn
 
 tensor = strategies.random_tensor
@@ -33,6 +33,7 @@ def layer_of(dtype=torch.float64, **options):
 
 def by_hand(layer, hidden):
     """The layer from its definition: lifetimes of all keys, and of those that live the best by the scores of all pairs."""
+    hidden = convolved(layer, hidden)
     parts, position, first = layer.indexer(hidden), torch.arange(hidden.shape[1]), layer.local_heads
     slopes = torch.zeros(4) if layer.log_slope is None else layer.log_slope.exp()
     recency = (slopes[:, None] * position)[None]
@@ -74,7 +75,7 @@ class TokenByToken(nn.Module):
         self.linear, self.weight = linear, linear.weight
 
     def forward(self, hidden):
-        return torch.cat([self.linear(token) for token in hidden.split(1, 1)], 1)
+        return torch.cat([self.linear(token.contiguous()) for token in hidden.split(1, 1)], 1)
 
 
 @pytest.mark.parametrize("options", KINDS[:4], ids=str)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 import torch._dynamo.testing
+import torch.nn.functional as F
 from dmattn_bench import two_ways
+
+
+def convolved(layer, hidden):
+    """What an IndexedAttention makes of one document's hidden states [B, S, E] first, by torch's convolution."""
+    size, channels = layer.recipe.conv, hidden.shape[2]
+    if size == 1:
+        return hidden
+    taps = torch.cat((layer.conv.weight.flip(0), torch.ones_like(layer.conv.weight[:1])))  # the row itself last
+    return F.conv1d(F.pad(hidden.transpose(1, 2), (size - 1, 0)), taps.T[:, None], groups=channels).transpose(1, 2)
 
 
 def assert_prompts_generate(layer, hidden, cache, side):

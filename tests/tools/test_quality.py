@@ -157,7 +157,9 @@ def test_the_layer_is_what_was_measured(quality, name, kv_heads):
 
 
 @pytest.mark.parametrize("part", ["", "+mixed"])
-@pytest.mark.parametrize("options", [{}, {"index_shared": True, "index_block": 4}, {"kv_heads": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"index_shared": True, "index_block": 4}, {"kv_heads": 2, "conv": 3, "conv_hidden": True}], ids=str
+)
 def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options, part):
     """With the same weights and random queries `IndexedAttention` has the study's output and loss."""
     from quality_model import Attention
@@ -171,6 +173,7 @@ def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options, pa
         recency=s.recency,
         queries=s.teach_rows,
         last=s.teach_last,
+        conv=s.conv,
         **({"local_heads": "half"} if part else {}),
     )
     layer = IndexedAttention.recommended(s.width, s.heads, s.visible, num_kv_heads=s.kv, recipe=recipe)
@@ -178,6 +181,8 @@ def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options, pa
     weights = dict(zip(("q_proj", "k_proj", "v_proj"), measured.qkv.weight.split([64, 16 * s.kv, 16 * s.kv]), strict=True))
     state = {f"{module}.weight": weight for module, weight in (weights | {"o_proj": measured.out.weight}).items()}
     state |= {name: p for name, p in measured.state_dict().items() if name.startswith(("indexer", "log_slope"))}
+    if s.conv > 1:
+        state["conv.weight"] = torch.nn.init.normal_(measured.taps)
     layer.load_state_dict(state)
     hidden = torch.randn(2, s.length, s.width)
     results = []
@@ -409,7 +414,7 @@ def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
 
     run = functools.partial(finished, quality, steps=2000)
     of_lists, _, half_local, ours, _, dense, _, sliding = quality_report.NAMES
-    runs = [run(ours, 1, 9.0), run(ours, 1, 1.0), run(ours, 1, 3.0, conv=3),
+    runs = [run(ours, 1, 9.0), run(ours, 1, 1.0), run(ours, 1, 5.0, conv=3), run(ours, 1, 3.0, conv=3, conv_hidden=True),
             run(ours, 2, 2.0), run(dense, 1, 1.25), run("dense", 1, 5.0), run(sliding, 1, 7.0, visible=64),
             run(sliding, 1, 8.0) | {"complete": False}, run(ours, 3, 9.0, plain_local=64),
             run(sliding, 1, 1.75, length=32768, kv_heads=2, seconds=250) | {"tokens_per_second": 1234.5}]  # fmt: skip
@@ -424,7 +429,7 @@ def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
     texts = "0.500 (1 seed) | 0.750 (1 seed) | 1.500 ± 0.500 | 1.250 (1 seed) | not measured | not measured"
     assert lines[2:7] == [
         f"| 8,192 tokens: bits per byte, 2,000 steps | {texts} |",
-        f"| the same with the convolution |{' not measured |' * 2} 3.000 (1 seed) |{' not measured |' * 3}",
+        f"| the same with the layer's convolution |{' not measured |' * 2} 3.000 (1 seed) |{' not measured |' * 3}",
         f"| 32,768 tokens: bits per byte, 250 seconds |{' not measured |' * 5} 1.750 (1 seed) |",
         f"| the same, 12 layers of 1,024, 16 heads on 4, 20 minutes |{' not measured |' * 6}",
         "| 32,768 tokens: tokens per second in training | not measured | not measured | not measured | not measured | not measured | 1,234 |",
@@ -444,9 +449,15 @@ def test_the_figure_of_models_has_runs_without_the_convolution(quality, tmp_path
     run = functools.partial(finished, quality, "dense+recency+barely", 1)
     runs = [run(1.0, steps=2000), run(2.0, steps=2000, conv=3), run(3.0, length=32768, kv_heads=2, seconds=250)]
     runs.append(run(4.0, steps=2500, task="mqar", length=2048, visible=256, pairs=16, symbols=64, conv=3))
-    runs[-1]["curve"][0]["held_accuracy"] = 0.5
+    runs += [
+        dict(runs[-1], settings={**runs[-1]["settings"], "conv_hidden": hidden, "seed": seed})
+        for seed, hidden in ((2, True), (3, False))
+    ]
+    for one in runs[3:]:
+        one["curve"][0]["held_accuracy"] = 0.5
     plots.draw_models(runs, tmp_path)
-    assert [chosen[ours] for chosen in drawn] == [runs[:1], runs[2:3], runs[3:]]
+    of_recall = runs[4:5]  # those that convolve as the layer does
+    assert [chosen[ours] for chosen in drawn] == [runs[:1], runs[2:3], of_recall]
 
 
 def gated(window=6, **options):

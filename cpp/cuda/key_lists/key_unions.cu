@@ -15,10 +15,10 @@
 namespace dmattn::cuda {
 namespace {
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kPoolWords = 16 * 1024;  // of bits, and most blocks of a range; two blocks of threads on a multiprocessor
-constexpr int kEntriesAtOnce = 128;    // of a query's list, by a warp
-constexpr int kAtOnce = 4;             // keys or blocks of keys that a thread looks at
+constexpr int kThreads = 512, kWarps = kThreads / 32, kBlocksAtOnce = 2;  // so many on a multiprocessor: one reads, one waits
+constexpr int kPoolWords = 16 * 1024;                                     // of bits, and most blocks of a range
+constexpr int kEntriesAtOnce = 128;                                       // of a query's list, by a warp: four a lane
+constexpr int kAtOnce = 4;                                                // keys or blocks of keys that a thread looks at
 
 struct UnionShared {
   uint32_t pool[kPoolWords];    // [words, blocks of the range]
@@ -57,47 +57,66 @@ struct UnionTile {
   }
 };
 
+// Four entries of a list from `at` on; behind its end -1, which is the greatest.
+__device__ __forceinline__ uint4 entries_from(const int32_t* row, int at, int listed) {
+  if (at + 4 <= listed && reinterpret_cast<uintptr_t>(row + at) % 16 == 0) return *reinterpret_cast<const uint4*>(row + at);
+  uint32_t entry[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) entry[i] = at + i < listed ? static_cast<uint32_t>(row[at + i]) : 0xffffffffu;
+  return {entry[0], entry[1], entry[2], entry[3]};
+}
+
+// Sets a bit of word `number` of shared memory if that is below `end`.
+__device__ __forceinline__ void set_bit_below(uint32_t words, uint32_t number, uint32_t end, uint32_t bit) {
+  asm volatile("{\n.reg .pred is_below;\nsetp.lt.u32 is_below, %1, %2;\n@is_below red.shared.or.b32 [%0], %3;\n}" ::"r"(
+                   words + number * 4),
+               "r"(number), "r"(end), "r"(bit)
+               : "memory");
+}
+
 // Sets the bits of the queries for the blocks of keys [first, first + count), but not for blocks behind the query where the call
-// is causal. In the first of several ranges a warp also finds out whether a list is sorted, with -1 at its end.
+// is causal. With kHasLaterRanges a warp counts the entries that lie before the next range, and finds out in the first of them
+// whether a list is sorted, with -1 at its end.
+template <bool kHasLaterRanges>
 __device__ __forceinline__ void collect_bits(UnionShared& shared, const AttentionParams& p, const UnionTile& tile, int first,
-                                             int count, int stride, bool has_later_ranges) {
+                                             int count, int stride) {
   const IndexLists& lists = p.mask.index;
   const int listed = static_cast<int>(lists.count), lane = static_cast<int>(threadIdx.x) % 32;
   const uint32_t end = static_cast<uint32_t>(first + count);
   for (int query = static_cast<int>(threadIdx.x) / 32; query < tile.queries; query += kWarps) {
     const int32_t* const row = tile.entries + query * lists.row_stride;
     const int last = p.mask.is_causal ? (tile.low + query) >> lists.log2_block : kLastPosition;
-    const uint32_t bit = 1u << query % 32;
-    uint32_t* const bits = shared.pool + query / 32 * stride;
+    const uint32_t wanted = static_cast<uint32_t>(max(min(count - 1, last - first) + 1, 0)), bit = 1u << query % 32;
+    const uint32_t bits = shared_address(shared.pool + query / 32 * stride);
     const int used = first == 0 ? 0 : shared.used[query];
     int before_end = 0;
     bool is_sorted = true;
-    uint32_t latest = 0;  // the entry in front of the lane's
+    uint32_t latest = 0;  // the entry in front of the lane's first
+    const int from = max(used, 0) / 4 * 4;
+    uint4 next = entries_from(row, from + 4 * lane, listed), after = entries_from(row, from + kEntriesAtOnce + 4 * lane, listed);
 #pragma unroll 1
-    for (int begin = max(used, 0) / 32 * 32; begin < listed; begin += kEntriesAtOnce) {
-      uint32_t entry[kEntriesAtOnce / 32];  // -1 is the greatest
+    for (int begin = from; begin < listed; begin += kEntriesAtOnce) {
+      const uint32_t entry[4] = {next.x, next.y, next.z, next.w};
+      next = after, after = entries_from(row, begin + 2 * kEntriesAtOnce + 4 * lane, listed);
 #pragma unroll
-      for (int i = 0; i < kEntriesAtOnce / 32; ++i) {
-        const int at = begin + lane + 32 * i;
-        entry[i] = at < listed ? static_cast<uint32_t>(row[at]) : 0xffffffffu;
-      }
+      for (int i = 0; i < 4; ++i) set_bit_below(bits, entry[i] - static_cast<uint32_t>(first), wanted, bit);
+      if constexpr (kHasLaterRanges) {
 #pragma unroll
-      for (int i = 0; i < kEntriesAtOnce / 32; ++i) {
-        const uint32_t block = entry[i] - static_cast<uint32_t>(first);
-        if (block < static_cast<uint32_t>(count) && static_cast<int>(entry[i]) <= last) atomicOr(&bits[block], bit);
-        before_end += entry[i] < end;
-        if (first == 0 && has_later_ranges) {
-          const uint32_t in_front = __shfl_up_sync(0xffffffffu, entry[i], 1);
-          is_sorted = is_sorted && entry[i] >= (lane == 0 ? latest : in_front);
-          latest = __shfl_sync(0xffffffffu, entry[i], 31);
+        for (int i = 0; i < 4; ++i) before_end += entry[i] < end;
+        if (first == 0) {
+          const uint32_t in_front = __shfl_up_sync(0xffffffffu, entry[3], 1);
+          is_sorted = is_sorted && entry[0] >= (lane == 0 ? latest : in_front) && entry[1] >= entry[0] && entry[2] >= entry[1] &&
+                      entry[3] >= entry[2];
+          latest = __shfl_sync(0xffffffffu, entry[3], 31);
         }
       }
-      if (used > 0 && __shfl_sync(0xffffffffu, entry[kEntriesAtOnce / 32 - 1], 31) >= end) break;
+      if (used > 0 && __any_sync(0xffffffffu, entry[3] >= end)) break;
     }
-    if (!has_later_ranges) continue;
-    before_end = __reduce_add_sync(0xffffffffu, before_end) + max(used, 0) / 32 * 32;
-    const bool all_sorted = first == 0 ? __all_sync(0xffffffffu, is_sorted) : used >= 0;
-    if (lane == 0) shared.used[query] = all_sorted ? before_end : -1;
+    if constexpr (kHasLaterRanges) {
+      before_end = __reduce_add_sync(0xffffffffu, before_end) + from;
+      const bool all_sorted = first == 0 ? __all_sync(0xffffffffu, is_sorted) : used >= 0;
+      if (lane == 0) shared.used[query] = all_sorted ? before_end : -1;
+    }
   }
 }
 
@@ -205,7 +224,11 @@ __device__ __forceinline__ int write_listed(const UnionRange& range, const Other
       if (any[i] == 0) continue;
       if (to < capacity) {
         keys[to] = key + i;
-        for (int word = 0; word < words; ++word) seen[static_cast<int64_t>(to) * words + word] = seen_bits(i, word);
+        if (words == 1) {
+          seen[to] = any[i];
+        } else {
+          for (int word = 0; word < words; ++word) seen[static_cast<int64_t>(to) * words + word] = seen_bits(i, word);
+        }
       }
       ++to;
     }
@@ -215,8 +238,9 @@ __device__ __forceinline__ int write_listed(const UnionRange& range, const Other
 }
 
 // indices int32 [B|1, H|Hkv|1, Sq, K] -> key, seen, count of KeyUnions. A block makes the union of one tile of queries.
-__global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__ AttentionParams p,
-                                                         const __grid_constant__ KeyUnions unions, int32_t* tile_counter) {
+__global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __grid_constant__ AttentionParams p,
+                                                                        const __grid_constant__ KeyUnions unions,
+                                                                        int32_t* tile_counter) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) uint8_t shared_bytes[];
@@ -242,7 +266,11 @@ __global__ __launch_bounds__(kThreads) void union_kernel(const __grid_constant__
     uint4* const pieces = reinterpret_cast<uint4*>(shared.pool);
     for (int i = thread; i < range * words / 4; i += kThreads) pieces[i] = {0, 0, 0, 0};
     __syncthreads();
-    collect_bits(shared, p, tile, first, count, range, first + count < blocks);
+    if (first + count < blocks) {
+      collect_bits<true>(shared, p, tile, first, count, range);
+    } else {
+      collect_bits<false>(shared, p, tile, first, count, range);
+    }
     __syncthreads();
     const UnionRange here{shared, p, tile, first, count, range, local_from, local_to};
     if (is_plain) {

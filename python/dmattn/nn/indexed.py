@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from dmattn import checks
 from dmattn.attention import attention
 from dmattn.autograd import refuse_gradients
-from dmattn.cache import BoundedCache, PaddingSide
+from dmattn.cache import BoundedCache, PaddingSide, rolled
 from dmattn.cache_choice import Choice
 from dmattn.call import autocast
 from dmattn.fake import accumulate_dtype
 from dmattn.indexer import MAX_INDEX_HEADS
 from dmattn.masks import IndexMask, IntervalMask
 from dmattn.masks.interval import segment_ends
+from dmattn.nn.convolution import CausalConvolution, RecentRows, check_recent
 from dmattn.nn.indexed_cache import IndexedCache
 from dmattn.nn.indexer import Indexer, IndexProjections
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer, check_cache_of_layer
@@ -69,6 +70,10 @@ class IndexedAttention(RotatedProjections):
     (:meth:`IntervalMask.top_k`). Each query then chooses its ``window`` keys among those that live. So a head that selects keeps W keys, the
     local ones and the sinks, with their index keys, however long the sequence is. The loss is the sum of two, which teach different weights: the
     indexer's, over the keys that live, and :func:`score_loss` of the lifetimes, over all keys.
+
+    First a short causal convolution (``conv``, :class:`IndexRecipe`) adds to each row of hidden states the rows just before it in its document;
+    queries, keys, values, the indexer and lifetimes are computed from the sums. So :meth:`projected` and ``indexer`` take what ``layer.conv``
+    gives.
 
     Args:
         embed_dim: size E of the hidden states.
@@ -147,12 +152,16 @@ class IndexedAttention(RotatedProjections):
             nn.init.zeros_(self.lifetime_proj.weight)
         self._add_slopes(recipe.recency, device, dtype)
         self.o_proj = linear(num_heads * head_dim, embed_dim)
+        self.conv: CausalConvolution | None = None
+        if recipe.conv > 1:
+            self.conv = CausalConvolution(embed_dim, recipe.conv, device=device, dtype=dtype)
 
     def _alike(self) -> dict[str, int]:
         recipe = self.recipe
         numbers = {"groups": self.groups, "training": int(self.training), "recency (0 none)": int(self.log_slope is not None)}
         numbers |= {"block_score (0 max, 1 mean_key)": int(recipe.block_score == "mean_key")}
         numbers |= {"index_heads": recipe.index_heads, "index_dim": recipe.index_dim, "block_size": recipe.block_size}
+        numbers |= {"conv": self._conv_size}
         return super()._alike() | numbers
 
     def _check_lifetimes(self, lifetime_window: int) -> None:
@@ -265,8 +274,11 @@ class IndexedAttention(RotatedProjections):
         if position_ids is not None:
             position_ids = checked_positions(position_ids, hidden_states)
             base = documents_of(position_ids, True) if base is None else base
+        if group is not None:
+            group, base = check_ranks(hidden_states, group, self._alike() | {"with_index_loss": int(with_index_loss)}, base)
+        hidden_states = self._convolved(hidden_states, self._document_ends(hidden_states, base, group), group)
         index = None if index_mask is not None or self.indexer is None else self.indexer(hidden_states)
-        chunk, index = self._chunk(hidden_states, index, base, position_ids, rotation, group, with_index_loss)
+        chunk, index = self._chunk(hidden_states, index, base, position_ids, rotation, group)
         if index is not None and self.indexer is not None:
             chunk = self._with_lifetimes(hidden_states, chunk)
             seen = base if chunk.living is None else chunk.living
@@ -284,14 +296,40 @@ class IndexedAttention(RotatedProjections):
         beside = [given for given in (loss, index_mask) if given is not None]
         return (result, *beside) if beside else result
 
+    @property
+    def _conv_size(self) -> int:
+        return 1 if self.conv is None else self.conv.weight.shape[0] + 1
+
+    def _document_ends(self, hidden_states: Tensor, base: IntervalMask | None, group: ProcessGroup | None) -> Tensor | None:
+        """int32 [B|1, N]: where the document of each key of the whole sequence ends, by base, which is refused if it is none for all heads."""
+        if base is None:
+            return None
+        length = hidden_states.shape[1] * (1 if group is None else group.size())
+        like = hidden_states.new_empty(()).expand(hidden_states.shape[0], self.num_kv_heads, length)
+        ends = segment_ends(base, like)
+        if ends.shape[1] != 1:
+            raise ValueError(f"base: expected one for all heads, got {checks.shape_of(base.end)}")
+        return ends[:, 0]
+
+    def _convolved(self, hidden_states: Tensor, ends: Tensor | None, group: ProcessGroup | None) -> Tensor:
+        """Hidden states to which the rows before them were added, those of other ranks included: what everything else is computed from."""
+        if self.conv is None:
+            return hidden_states
+        before, rank, length = None, 0, hidden_states.shape[1]
+        if group is not None:  # the tails of all chunks, of which those of the ranks before count
+            back, rank = self.conv.weight.shape[0], group.rank()
+            tails = gather_sequence(hidden_states[:, max(0, length - back) :], 1, group)
+            before = F.pad(tails[:, : rank * (tails.shape[1] // group.size())], (0, 0, back, 0))[:, -back:]
+        convolved: Tensor = self.conv(hidden_states, before, ends, rank * length)
+        return convolved
+
     def _chunk(
         self, hidden_states: Tensor, index: IndexProjections | None, base: IntervalMask | None, position_ids: Tensor | None,
-        rotation: tuple[Tensor, Tensor] | None, group: ProcessGroup | None, with_loss: bool,
+        rotation: tuple[Tensor, Tensor] | None, group: ProcessGroup | None,
     ) -> tuple[Chunk, IndexProjections | None]:  # fmt: skip
         """Queries of this rank, keys and values of all, and the indexer's projections likewise."""
         length, first = hidden_states.shape[1], None
         if group is not None:
-            group, base = check_ranks(hidden_states, group, self._alike() | {"with_index_loss": int(with_loss)}, base)
             first = group.rank() * length
             position_ids = torch.arange(first, first + length, device=hidden_states.device)[None]
         query, key, value = self.projected(hidden_states, position_ids if rotation is None else None, rotation=rotation)
@@ -299,10 +337,6 @@ class IndexedAttention(RotatedProjections):
         if group is not None:
             key, value = (gather_sequence(given, 2, group) for given in (key, value))
             index = None if index is None else index._replace(key=gather_sequence(index.key, 2, group))
-        if base is not None:
-            segment_ends(base, key[..., 0])  # refuses what is no base
-            if base.end.dim() > 2 and base.end.shape[-2] != 1:
-                raise ValueError(f"base: expected one for all heads, got {checks.shape_of(base.end)}")
         bias = None if self.log_slope is None else recency_of(self.log_slope, key.shape[2])
         return Chunk(query, key, value, bias, base, first), index
 
@@ -392,7 +426,8 @@ class IndexedAttention(RotatedProjections):
         Args:
             batch_size: number of sequences B.
             max_length: tokens that a sequence can have; without effect with ``lifetime_window``.
-            rewind: number of latest tokens that can be taken back.
+            rewind: number of latest tokens that can be taken back. Only a cache that keeps all keys in all heads, of a layer without a
+                convolution, can take back more.
             pages, page_size: as of :class:`IndexedCache`, whose memory then grows with its tokens; not with ``lifetime_window``.
 
         Raises:
@@ -409,13 +444,21 @@ class IndexedAttention(RotatedProjections):
         if self.lifetime_window is not None:
             self._refuse({"pages": pages is not None}, ("pages",), "lifetime_window, whose cache does not grow")
             heads = (self.num_kv_heads, self.local_heads)
-            return cache_of_layer(batch_size, *heads, self.lifetime_window, self.head_dim, **common)
-        if max_length is None:
+            cache: IndexedCache | BoundedCache | MixedCache = cache_of_layer(
+                batch_size, *heads, self.lifetime_window, self.head_dim, **common
+            )
+        elif max_length is None:
             raise ValueError("max_length: expected a number of tokens for a layer without lifetime_window, got None")
-        return IndexedCache(
-            batch_size, self.num_kv_heads, max_length, self.head_dim, local_heads=self.local_heads, groups=self.groups, pages=pages,
-            page_size=page_size, **common,
-        )  # fmt: skip
+        else:
+            cache = IndexedCache(
+                batch_size, self.num_kv_heads, max_length, self.head_dim, local_heads=self.local_heads, groups=self.groups, pages=pages,
+                page_size=page_size, **common,
+            )  # fmt: skip
+        if self.conv is not None:
+            counts = isinstance(cache, IndexedCache) and cache.streaming is None
+            options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+            cache.recent = RecentRows(batch_size, self._conv_size, self.embed_dim, rewind, counts=counts, **options)
+        return cache
 
     def _generate(
         self, hidden_states: Tensor, cache: IndexedCache | BoundedCache | MixedCache, index_mask: IndexMask | None,
@@ -437,8 +480,26 @@ class IndexedAttention(RotatedProjections):
         else:
             sizes = (self.num_kv_heads, self.sink_keys, self.local, self.lifetime_window or 0, self.recipe.index_dim)
             check_cache_of_layer(cache, self.local_heads, *sizes)
-        positions = None if self.rope_theta is None else cache.next_positions(hidden_states.shape[1], lengths, padding_side)
-        query, key, value = self.projected(hidden_states, positions)
+        check_recent(cache.recent, self._conv_size, self.embed_dim)
+        positions = cache.next_positions(hidden_states.shape[1], lengths, padding_side)  # refuses what are no lengths
+        if self.conv is None or cache.recent is None:
+            return self._attended_in_cache(hidden_states, positions, cache, index_mask, lengths, padding_side)
+        rows, tokens, before, shift = hidden_states, hidden_states.shape[1], cache.length.clone(), None
+        if lengths is not None and padding_side == "left" and tokens > 1:
+            shift = tokens - lengths.long().clamp(0, tokens)
+            rows = rolled(rows[:, None], shift)[:, 0]
+        convolved = self.conv(rows, cache.recent.before(before).to(rows.dtype))
+        convolved = convolved if shift is None else rolled(convolved[:, None], -shift)[:, 0]
+        result = self._attended_in_cache(convolved, positions, cache, index_mask, lengths, padding_side)
+        cache.recent.take(rows, before, cache.length)  # last, so that a call that is refused changes nothing
+        return result
+
+    def _attended_in_cache(
+        self, hidden_states: Tensor, positions: Tensor, cache: IndexedCache | BoundedCache | MixedCache, index_mask: IndexMask | None,
+        lengths: Tensor | None, padding_side: PaddingSide,
+    ) -> tuple[Tensor, IndexMask | None]:  # fmt: skip
+        """What :meth:`_generate` returns, of hidden states to which the rows before them were added."""
+        query, key, value = self.projected(hidden_states, None if self.rope_theta is None else positions)
         self._check_not_dealt_out(query, key, value)
         if torch.is_grad_enabled() and key.requires_grad:
             refuse_gradients("IndexedAttention with a cache")

@@ -24,6 +24,7 @@ from dmattn.cache import (
 from dmattn.cache_loaded import check_same_lengths
 from dmattn.decode import MAX_QUERIES, PAGE_UNIT, decode_attention
 from dmattn.masks import IndexMask
+from dmattn.nn.convolution import RecentRows, check_alike
 from dmattn.nn.indexer import Indexer, IndexProjections
 from dmattn.unsupported import scripting_refused
 
@@ -34,6 +35,9 @@ class IndexedCache(nn.Module):
     Heads that see local keys alone keep no others: theirs is a :class:`dmattn.BoundedCache`. The others keep all keys, because a later
     query may choose any of them. The state lies in buffers of fixed size, and no call waits for the device. Sequences may have different
     lengths; they leave and join by :meth:`reset`, or by ``lengths`` of 0.
+
+    A layer that convolves hidden states needs their last rows, which lie in :attr:`recent` and on no page: whoever gives a sequence the pages
+    and the length of another, gives it these rows, too. So a prefix can be shared where the rows at its very end are there.
 
     With ``pages`` sequences take memory as they grow, from a pool of pages. Which pages a sequence has is the caller's to say, in
     ``page_table``, before tokens come that need them; no two sequences write to the same page. Layers may share one table
@@ -48,7 +52,7 @@ class IndexedCache(nn.Module):
         head_dim: size D of keys and values, a multiple of 8 up to 256.
         local_heads, local, sink_keys: as of the layer.
         groups, index_dim: lists of the layer's indexer, 0 for none, and the size Di of its keys.
-        rewind: number of latest tokens that :meth:`rewind` can take back; all of them without local_heads.
+        rewind: number of latest tokens that :meth:`rewind` can take back; all of them without local_heads and without a convolution.
         pages: number of pages P in the pool; None: memory for ``max_length`` tokens of every sequence.
         page_size: tokens of a page, a multiple of 16.
         dtype: of keys and values; default torch's.
@@ -62,6 +66,8 @@ class IndexedCache(nn.Module):
         page_table: int32 [B, N / page_size], the pages of each sequence in order, -1 for none; None without pages.
         length: int32 [B], how many tokens of each sequence were taken in.
         streaming: the cache of the local heads, or None.
+        recent: the last rows of hidden states of each sequence, for a layer that convolves them; None for others. ``recent.empty(b)`` makes
+            those of new sequences, ``recent[3:4].copy_(other)`` takes some over, ``recent.reorder(index)`` reorders them.
 
     Raises:
         TypeError, ValueError: a size of a wrong type or out of range.
@@ -123,13 +129,16 @@ class IndexedCache(nn.Module):
         self.register_buffer("index_key", torch.zeros(*shapes[1], **options))
         self.register_buffer("length", torch.zeros(batch_size, dtype=torch.int32, device=device))
         self.register_buffer("page_table", table)
+        self.recent: RecentRows | None = None
 
-    def on_pages(self, page_table: Tensor, length: Tensor) -> IndexedCache:
+    def on_pages(self, page_table: Tensor, length: Tensor, recent: RecentRows | None = None) -> IndexedCache:
         """A cache of other sequences on the same pages, for a batch of another size or a prompt alone.
 
         Args:
             page_table: int32 [b, n], as :attr:`page_table`, for up to ``n * page_size`` tokens.
             length: int32 [b], how many tokens each of them has. Calls write to it.
+            recent: of a layer that convolves, the rows of the same sequences, which calls overwrite: ``cache.recent[:b]`` of sequences of
+                this cache, ``cache.recent.empty(b)`` of new ones.
 
         Raises:
             TypeError, ValueError: a wrong type, shape or device, or a cache without pages or with local heads, which keep their own keys.
@@ -139,9 +148,10 @@ class IndexedCache(nn.Module):
             raise ValueError(f"cache: expected one with pages and without local heads, got one {what}")
         like = (self.length, "the cache")
         batch, _ = checks.shaped("page_table", page_table, "[b, n]", (torch.int32,), *like).shape
-        other = copy.copy(self)
         tables = {"page_table": page_table, "length": checks.shaped("length", length, "[b]", (torch.int32,), *like, b=batch)}
-        other._buffers = {**self._buffers, **tables}
+        check_alike(self.recent, recent, length)
+        other = copy.copy(self)
+        other._buffers, other._modules = {**self._buffers, **tables}, {**self._modules, "recent": recent}
         return other
 
     # Use --------------------------------------------------------------------------------------------------------------------------
@@ -322,21 +332,28 @@ class IndexedCache(nn.Module):
     def rewind(self, n: int | Tensor) -> None:
         """Takes the last n tokens of each sequence back, see :meth:`dmattn.BoundedCache.rewind`."""
         if self.streaming is None:
-            count = tokens_back(n, self.length, self.max_length)
+            kept, recent = self.kept, self.recent
+            count = tokens_back(n, kept, self.max_length if recent is None else recent.most_back)
+            fits = (count >= 0) & (count <= kept)
+            self.length.copy_(torch.where(fits, self.length - count, 0))
+            if recent is not None and recent.kept is not None:
+                recent.kept.copy_(torch.where(fits, kept - count, 0))
         else:
             self.streaming.rewind(n)
-            count = self.length - self.streaming.length
-        self.length.sub_(count).clamp_(min=0)
+            self.length.copy_(self.streaming.length)
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes a copy of what sequence ``index[b]`` was: for beams. Not with pages, which beams share."""
         if self.page_table is not None:
             raise ValueError(
-                "cache: expected one without pages, got one with them: write to page_table, and copy pages that differ"
+                "cache: expected one without pages, got one with them: write to page_table and length, copy pages that differ, and"
+                " call cache.recent.reorder(index) where a layer convolves"
             )
         check_index(index, self.key)
         if self.streaming is not None:
             self.streaming.reorder(index)
+        if self.recent is not None:
+            self.recent.reorder(index)
         for buffer in (self.key, self.value, self.index_key, self.length):
             buffer.copy_(buffer.index_select(0, index))
 
@@ -345,6 +362,8 @@ class IndexedCache(nn.Module):
         chosen = chosen_rows(rows, self.length)
         if self.streaming is not None:
             self.streaming.reset(chosen)
+        if self.recent is not None:
+            self.recent.reset(chosen)
         self.length.masked_fill_(chosen, 0)
 
     def next_positions(self, tokens: int, lengths: Tensor | None = None, padding_side: PaddingSide = "right") -> Tensor:
@@ -354,7 +373,9 @@ class IndexedCache(nn.Module):
     @property
     def kept(self) -> Tensor:
         """int32 [B]: how many tokens can be taken back; a copy."""
-        return self.length.clone() if self.streaming is None else self.streaming.kept[:, 0].clone()
+        if self.streaming is not None:
+            return self.streaming.kept[:, 0].clone()
+        return self.length.clone() if self.recent is None or self.recent.kept is None else self.recent.kept.minimum(self.length)
 
     @property
     def max_length(self) -> int:
@@ -383,7 +404,7 @@ class IndexedCache(nn.Module):
     def nbytes(self) -> int:
         """Bytes of all tensors; the same at every length."""
         own = sum(given.numel() * given.element_size() for given in self.buffers(recurse=False))
-        return own + (0 if self.streaming is None else self.streaming.nbytes)
+        return own + sum(part.nbytes for part in (self.streaming, self.recent) if part is not None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         length = state_dict.get(f"{prefix}length")
@@ -391,6 +412,8 @@ class IndexedCache(nn.Module):
             checks.dtype(f"{prefix}length", length, (torch.int32,))
             if checks.values_are_known(length) and bool(((length < 0) | (length > self.max_length)).any()):
                 raise ValueError(f"{prefix}length: expected numbers of tokens from 0 to {self.max_length}, got {length.tolist()}")
+        if self.recent is not None:
+            self.recent.check_loaded(f"{prefix}recent.", state_dict, length)
         check_same_lengths(prefix, state_dict, "length", "streaming.steps")
         super()._load_from_state_dict(state_dict, prefix, *others)
 

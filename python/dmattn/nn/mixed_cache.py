@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from dmattn import checks
 from dmattn.cache import BoundedCache, PaddingSide, chosen_rows
 from dmattn.cache_chunk import CacheCall
 from dmattn.cache_loaded import check_same_lengths
+
+if TYPE_CHECKING:
+    from dmattn.nn.convolution import RecentRows
 
 
 def cache_of_layer(
@@ -73,6 +76,7 @@ class MixedCache(nn.Module):
         if common[0] != common[1]:
             raise ValueError(f"selecting: expected the batch, sizes, rewind, dtype and device of {streaming}, got {selecting}")
         self.streaming, self.selecting = streaming, selecting
+        self.recent: RecentRows | None = None  # of a layer that convolves
 
     # Use ------------------------------------------------------------------------------------------------------------------------
 
@@ -88,12 +92,16 @@ class MixedCache(nn.Module):
         """See :meth:`dmattn.BoundedCache.reorder`."""
         self.streaming.reorder(index)
         self.selecting.reorder(index)
+        if self.recent is not None:
+            self.recent.reorder(index)
 
     def reset(self, rows: Tensor | Sequence[int] | int | None = None) -> None:
         """See :meth:`dmattn.BoundedCache.reset`."""
         chosen = chosen_rows(rows, self.selecting.key)
         self.streaming.reset(chosen)
         self.selecting.reset(chosen)
+        if self.recent is not None:
+            self.recent.reset(chosen)
 
     def next_positions(self, tokens: int, lengths: Tensor | None = None, padding_side: PaddingSide = "right") -> Tensor:
         """See :meth:`dmattn.BoundedCache.next_positions`."""
@@ -122,7 +130,7 @@ class MixedCache(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors; the same at every length."""
-        return self.streaming.nbytes + self.selecting.nbytes
+        return self.streaming.nbytes + self.selecting.nbytes + (0 if self.recent is None else self.recent.nbytes)
 
     # Inside ---------------------------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,8 @@ class IndexRecipe:
         recency, local_heads: as of :class:`ScoreRecipe`; recency is added to logits alone. With "half" steps and caches are smaller, but not
             every model of the study learned to recall names (docs/learning.md).
         rotary_factor: the part of the dimensions of a head, the first ones, that rotate.
+        conv: how many rows of hidden states a causal depthwise convolution adds up, each channel with numbers of its own, before queries,
+            keys, values and the indexer are computed, at most 16; 1: none. Without one, models of the study did not learn to recall names.
         queries, last: how many queries look at all keys for the loss, and which part of them is drawn from the last sixteenth.
         sharp: how they count, see :func:`dmattn.index_loss`.
         explore: if True, these queries attend to all keys in all heads, without dropout, in training calls that ask for the loss. So
@@ -100,6 +102,7 @@ class IndexRecipe:
     recency: float | None = 0.25
     local_heads: int | Literal["half"] = 0
     rotary_factor: float = 0.25
+    conv: int = 3
     queries: int = 256
     last: float = 0.5
     sharp: bool = True
@@ -110,6 +113,9 @@ class IndexRecipe:
             raise ValueError(f"groups: expected 'heads', 1 or 0, got {self.groups!r}")
         checks.each(checks.positive_int, index_heads=self.index_heads, index_dim=self.index_dim)
         checks.head_size("index_dim", self.index_dim)
+        checks.positive_int("conv", self.conv)
+        if self.conv > 16:
+            raise ValueError(f"conv: expected at most 16, got {self.conv}")
         if self.index_heads > MAX_INDEX_HEADS:
             raise ValueError(f"index_heads: expected at most {MAX_INDEX_HEADS}, got {self.index_heads}")
         checked_block_score(self.block_score, self.block_size)

@@ -81,7 +81,7 @@ __device__ __forceinline__ void add_wide_grad_query(float* to, int columns, cons
 }
 
 // The products of a warpgroup. Each is issued; committing and waiting are up to the caller.
-template <class T, bool kHasOptions, bool kSkips>
+template <class T, bool kHasOptions>
 struct WideProducts {
   using Shared = BackwardShared<kWideDim, kHasOptions>;
   static constexpr BackwardShape kShape = Shared::kShape;
@@ -96,7 +96,7 @@ struct WideProducts {
   static constexpr uint32_t kToGradScores = step_of(offsetof(Shared, grad_score) - offsetof(Shared, weight));
   uint32_t keys, my_key_columns, my_queries, my_query_columns, weights;  // tiles, or parts of them, as they are described
   // Panels of 64 columns that hold the columns of queries and keys, and of values; whether any of the warpgroup's own panels do.
-  // Products with the others are zero. With kSkips most of them are left out: not those of the first two panels, which one of D
+  // Products with the others are zero. Most of them are left out: not those of the first two panels, which one of D
   // and Dv fills, and not those of grad_key.
   int head_panels, value_panels;
   bool has_second_piece, has_values;
@@ -118,7 +118,7 @@ struct WideProducts {
   __device__ __forceinline__ void begin_rows(float (&to)[kMine / 8][4], uint32_t a, uint32_t b, int panels) const {
 #pragma unroll
     for (int k = 0; k < kWideDim / 16; ++k) {
-      if (kSkips && k >= kWideDim / 32 && k % 4 == 0 && k / 4 >= panels) break;
+      if (k >= kWideDim / 32 && k % 4 == 0 && k / 4 >= panels) break;
       Product<T, kMine>::from_shared(to, complete(a + step_of_columns(k, kKeyPanel)),
                                      complete(b + step_of_columns(k, kQueryPanel)), k > 0);
     }
@@ -139,7 +139,7 @@ struct WideProducts {
     }
   }
   __device__ __forceinline__ void begin_grad_value(float (&to)[kColumns / 8][4], uint32_t stage) const {
-    if (kSkips && !has_values) return;
+    if (!has_values) return;
     begin_sums(to, weights, my_query_columns + kToGradOuts + stage * kQueryStep);
   }
   __device__ __forceinline__ void begin_grad_key(float (&to)[kColumns / 8][4], uint32_t stage, uint32_t chunk) const {
@@ -148,7 +148,7 @@ struct WideProducts {
 
   // to = grad_scores^T * keys: a piece of half of the columns.
   __device__ __forceinline__ void begin_grad_query(float (&to)[kPiece / 8][4], int piece, uint32_t chunk) const {
-    if (kSkips && piece > 0 && !has_second_piece) return;
+    if (piece > 0 && !has_second_piece) return;
     const uint32_t a = weights + kToGradScores + chunk % 2 * kScoreStep;
 #pragma unroll
     for (int k = 0; k < kShape.keys / 16; ++k) {
@@ -180,7 +180,7 @@ class WideGradientConsumer {
   }
 
  private:
-  using Products = WideProducts<T, Traits::kHasOptions, Traits::kIsUnion>;  // skips: measured with lists alone
+  using Products = WideProducts<T, Traits::kHasOptions>;
   static constexpr BackwardShape kShape = Shared::kShape;
   static constexpr int kDim = kWideDim, kN = Products::kMine / 8, kSteps = Products::kMine / 16, kOut = Products::kColumns / 8,
                        kPieceN = Products::kPiece / 8;
