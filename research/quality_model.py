@@ -381,8 +381,8 @@ class Attention(nn.Module):
         return [self.rotated(query), self.rotated(key), value]
 
     def convolved(self, x: Tensor) -> Tensor:
-        """x [B, S, N] and the rows before each one, times what is learned for each channel. Of queries, keys and values the last row is
-        that of the sum so far, so that a convolution of 3 reaches a little further back."""
+        """x [B, S, N] and the rows before each one, times what is learned for each channel. Of queries, keys and values the factors are
+        applied to the sum so far, so that their products reach further back."""
         total = x
         for back in range(1, self.settings.conv):
             source = x if self.settings.conv_hidden else total

@@ -737,9 +737,12 @@ def test_calls_that_cannot_be():
         ({"cache": layer.new_cache(3, 20)}, "hidden_states: expected .* with B=3"),
         (
             {"cache": layer_of(conv=1).new_cache(2, 20)},
-            r"cache: expected one of a layer with \(conv, embed_dim\) = \(3, 32\), got \(1, 0\)",
+            r"cache: expected one of a layer with \(conv, embed_dim\) = \(3, 32\), got no convolution",
         ),
-        ({"cache": layer_of(conv=4).new_cache(2, 20)}, r"cache: expected one of a layer with .* got \(4, 32\)"),
+        (
+            {"cache": layer_of(conv=4).new_cache(2, 20)},
+            r"cache: expected one of a layer with .* got \(conv, embed_dim\) = \(4, 32\)",
+        ),
         ({"index_mask": dmattn.IndexMask(lists.indices[:, :, :10])}, r"index_mask: expected \[B\|1, heads\|1, S, K\] with B="),
     ):
         with pytest.raises(ValueError, match=words), torch.no_grad():

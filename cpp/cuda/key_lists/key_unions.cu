@@ -15,7 +15,7 @@
 namespace dmattn::cuda {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32, kBlocksAtOnce = 2;  // so many on a multiprocessor: one reads, one waits
+constexpr int kThreads = 512, kWarps = kThreads / 32, kBlocksAtOnce = 2;  // so many on a multiprocessor
 constexpr int kPoolWords = 16 * 1024;                                     // of bits, and most blocks of a range
 constexpr int kEntriesAtOnce = 128;                                       // of a query's list, by a warp: four a lane
 constexpr int kAtOnce = 4;                                                // keys or blocks of keys that a thread looks at
@@ -57,7 +57,7 @@ struct UnionTile {
   }
 };
 
-// Four entries of a list from `at` on; behind its end -1, which is the greatest.
+// Four entries of a list from `at` on; behind its end -1, the greatest as an unsigned number.
 __device__ __forceinline__ uint4 entries_from(const int32_t* row, int at, int listed) {
   if (at + 4 <= listed && reinterpret_cast<uintptr_t>(row + at) % 16 == 0) return *reinterpret_cast<const uint4*>(row + at);
   uint32_t entry[4];
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint4 entries_from(const int32_t* row, int at, int li
   return {entry[0], entry[1], entry[2], entry[3]};
 }
 
-// Sets a bit of word `number` of shared memory if that is below `end`.
+// Sets `bit` in word `number` of those at the shared address `words`, if number is below `end`.
 __device__ __forceinline__ void set_bit_below(uint32_t words, uint32_t number, uint32_t end, uint32_t bit) {
   asm volatile("{\n.reg .pred is_below;\nsetp.lt.u32 is_below, %1, %2;\n@is_below red.shared.or.b32 [%0], %3;\n}" ::"r"(
                    words + number * 4),
@@ -75,7 +75,7 @@ __device__ __forceinline__ void set_bit_below(uint32_t words, uint32_t number, u
 }
 
 // Sets the bits of the queries for the blocks of keys [first, first + count), but not for blocks behind the query where the call
-// is causal. With kHasLaterRanges a warp counts the entries that lie before the next range, and finds out in the first of them
+// is causal. With kHasLaterRanges a warp counts the entries that lie before the next range, and finds out in the first range
 // whether a list is sorted, with -1 at its end.
 template <bool kHasLaterRanges>
 __device__ __forceinline__ void collect_bits(UnionShared& shared, const AttentionParams& p, const UnionTile& tile, int first,
@@ -91,7 +91,7 @@ __device__ __forceinline__ void collect_bits(UnionShared& shared, const Attentio
     const int used = first == 0 ? 0 : shared.used[query];
     int before_end = 0;
     bool is_sorted = true;
-    uint32_t latest = 0;  // the entry in front of the lane's first
+    uint32_t latest = 0;  // the last entry of the round before
     const int from = max(used, 0) / 4 * 4;
     uint4 next = entries_from(row, from + 4 * lane, listed), after = entries_from(row, from + kEntriesAtOnce + 4 * lane, listed);
 #pragma unroll 1

@@ -39,8 +39,8 @@ class CausalConvolution(nn.Module):
         Args:
             hidden_states: [B, S, E].
             before: [B, size - 1, E], the rows in front of them; None: zeros.
-            ends: int32 [B|1, N], where the document of each row of the whole sequence ends, in which the first of these rows stands at
-                ``first``; None: one document.
+            ends: int32 [B|1, N], for each row of the whole sequence where its document ends; None: one document.
+            first: the place of ``hidden_states[:, 0]`` in the whole sequence.
 
         Returns:
             [B, S, E], in the dtype of hidden_states. A row adds those of its own document alone.
@@ -68,7 +68,10 @@ class RecentRows(nn.Module):
     ``most_back`` tokens were taken back.
 
     Args:
-        counts: whether this counts how many tokens can be taken back, because the cache does not.
+        batch_size, embed_dim: number of sequences B, and size E of a row.
+        size: rows that the convolution adds up.
+        most_back: tokens that can be taken back at most.
+        counts: whether to count how many tokens can be taken back, which a cache of all keys does not.
 
     Attributes:
         rows: [B, N, E] with N = most_back + size - 1; the row of the token at position p lies in place p % N.
@@ -176,7 +179,7 @@ class RecentRows(nn.Module):
 
 
 def check_alike(recent: RecentRows | None, given: object, like: Tensor) -> None:
-    """Refuses rows that are not of the kind of ``recent``, or not of as many sequences as ``like`` [B, ..] has."""
+    """Refuses rows that are not of the kind of ``recent``, or not of as many sequences as ``like`` [B, ..] has, or on another device."""
     checks.instance("recent", given, type(recent), "None" if recent is None else "rows such as cache.recent.empty(1)")
     if recent is None or not isinstance(given, RecentRows):
         return
@@ -188,7 +191,8 @@ def check_alike(recent: RecentRows | None, given: object, like: Tensor) -> None:
 
 def check_recent(recent: RecentRows | None, conv: int, embed_dim: int) -> None:
     """Refuses the rows of a cache that was not made for a layer of these sizes."""
-    wanted = (conv, embed_dim) if conv > 1 else (1, 0)
-    given = (1, 0) if recent is None else (recent.size, recent.rows.shape[2])
+    wanted = (conv, embed_dim) if conv > 1 else None
+    given = None if recent is None else (recent.size, recent.rows.shape[2])
     if given != wanted:
-        raise ValueError(f"cache: expected one of a layer with (conv, embed_dim) = {wanted}, got {given}; take layer.new_cache()")
+        wanted_words, given_words = (f"(conv, embed_dim) = {of}" if of else "no convolution" for of in (wanted, given))
+        raise ValueError(f"cache: expected one of a layer with {wanted_words}, got {given_words}; take layer.new_cache()")

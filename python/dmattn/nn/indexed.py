@@ -301,7 +301,7 @@ class IndexedAttention(RotatedProjections):
         return 1 if self.conv is None else self.conv.weight.shape[0] + 1
 
     def _document_ends(self, hidden_states: Tensor, base: IntervalMask | None, group: ProcessGroup | None) -> Tensor | None:
-        """int32 [B|1, N]: where the document of each key of the whole sequence ends, by base, which is refused if it is none for all heads."""
+        """int32 [B|1, N]: where the document of each key of the whole sequence ends, by base, which is refused if it differs between heads."""
         if base is None:
             return None
         length = hidden_states.shape[1] * (1 if group is None else group.size())
@@ -484,14 +484,14 @@ class IndexedAttention(RotatedProjections):
         positions = cache.next_positions(hidden_states.shape[1], lengths, padding_side)  # refuses what are no lengths
         if self.conv is None or cache.recent is None:
             return self._attended_in_cache(hidden_states, positions, cache, index_mask, lengths, padding_side)
-        rows, tokens, before, shift = hidden_states, hidden_states.shape[1], cache.length.clone(), None
+        rows, tokens, length_before, shift = hidden_states, hidden_states.shape[1], cache.length.clone(), None
         if lengths is not None and padding_side == "left" and tokens > 1:
             shift = tokens - lengths.long().clamp(0, tokens)
-            rows = rolled(rows[:, None], shift)[:, 0]
-        convolved = self.conv(rows, cache.recent.before(before).to(rows.dtype))
+            rows = rolled(rows[:, None], shift)[:, 0]  # real tokens first
+        convolved = self.conv(rows, cache.recent.before(length_before).to(rows.dtype))
         convolved = convolved if shift is None else rolled(convolved[:, None], -shift)[:, 0]
         result = self._attended_in_cache(convolved, positions, cache, index_mask, lengths, padding_side)
-        cache.recent.take(rows, before, cache.length)  # last, so that a call that is refused changes nothing
+        cache.recent.take(rows, length_before, cache.length)  # last, so that a call that is refused changes nothing
         return result
 
     def _attended_in_cache(

@@ -36,8 +36,8 @@ class IndexedCache(nn.Module):
     query may choose any of them. The state lies in buffers of fixed size, and no call waits for the device. Sequences may have different
     lengths; they leave and join by :meth:`reset`, or by ``lengths`` of 0.
 
-    A layer that convolves hidden states needs their last rows, which lie in :attr:`recent` and on no page: whoever gives a sequence the pages
-    and the length of another, gives it these rows, too. So a prefix can be shared where the rows at its very end are there.
+    A layer that convolves hidden states needs their last rows, which lie in :attr:`recent` and on no page: a sequence that gets the pages and
+    the length of another must get these rows, too. So a prefix can be shared only where its last rows were saved.
 
     With ``pages`` sequences take memory as they grow, from a pool of pages. Which pages a sequence has is the caller's to say, in
     ``page_table``, before tokens come that need them; no two sequences write to the same page. Layers may share one table

@@ -83,8 +83,8 @@ class IndexRecipe:
         recency, local_heads: as of :class:`ScoreRecipe`; recency is added to logits alone. With "half" steps and caches are smaller, but not
             every model of the study learned to recall names (docs/learning.md).
         rotary_factor: the part of the dimensions of a head, the first ones, that rotate.
-        conv: how many rows of hidden states a causal depthwise convolution adds up, each channel with numbers of its own, before queries,
-            keys, values and the indexer are computed, at most 16; 1: none. Without one, models of the study did not learn to recall names.
+        conv: rows of hidden states that a causal depthwise convolution adds up before all else is computed, 2 to 16; 1: no convolution.
+            Without one, two models of the study failed at associative recall.
         queries, last: how many queries look at all keys for the loss, and which part of them is drawn from the last sixteenth.
         sharp: how they count, see :func:`dmattn.index_loss`.
         explore: if True, these queries attend to all keys in all heads, without dropout, in training calls that ask for the loss. So

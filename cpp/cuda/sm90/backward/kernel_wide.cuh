@@ -96,8 +96,8 @@ struct WideProducts {
   static constexpr uint32_t kToGradScores = step_of(offsetof(Shared, grad_score) - offsetof(Shared, weight));
   uint32_t keys, my_key_columns, my_queries, my_query_columns, weights;  // tiles, or parts of them, as they are described
   // Panels of 64 columns that hold the columns of queries and keys, and of values; whether any of the warpgroup's own panels do.
-  // Products with the others are zero. Most of them are left out: not those of the first two panels, which one of D
-  // and Dv fills, and not those of grad_key.
+  // Products with the others are zero. They are left out, but for those of the first two panels, which D or Dv
+  // fills, and those of grad_key.
   int head_panels, value_panels;
   bool has_second_piece, has_values;
 

@@ -25,7 +25,7 @@ struct ForwardProducts {
   static constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
   static constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kSteps = kShape.keys / 16, kOut = kDim / 8;
   static constexpr int kPart = kDim < 128 ? kDim : 128;  // columns of values that are multiplied at a time
-  // Whether columns that narrower heads do not have, which are zero, are left out.
+  // Whether the last 64 columns of queries and keys, and the last 128 of values, are left out where narrower heads have none.
   static constexpr bool kSkips = kDim > 128;
   static constexpr uint32_t kStageStep = step_of(kShape.keys * kDim * 2), kTileStep = step_of(kRows * kDim * 2);
   bool has_last_panel, has_last_part;  // of the columns of queries and keys, and of those of values
