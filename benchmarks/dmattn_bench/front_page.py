@@ -1,8 +1,8 @@
 """The README's table of six models that differ in attention alone, from the training runs in benchmarks/results.
 
-``per-query`` is `nn.IndexedAttention.recommended`, ``half local`` the same with ``local_heads="half"``, ``per-key``
-`nn.DynamicMaskAttention.recommended`, ``dense+`` the best dense model, ``sliding+`` the best sliding window and ``hybrid`` the same with one
-dense layer in three. Memory of decoding is counted from the caches themselves.
+``per-query`` is `nn.IndexedAttention.recommended`, whose convolution its runs of text have only where the line says so, ``half local`` the
+same with ``local_heads="half"``, ``per-key`` `nn.DynamicMaskAttention.recommended`, ``dense+`` the best dense model, ``sliding+`` the best
+sliding window and ``hybrid`` the same with one dense layer in three. Memory of decoding is counted from the caches themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dmattn.cache import BoundedCache
 from dmattn.nn import DynamicMaskAttention, IndexedAttention, IndexRecipe
 from dmattn.nn.mixed_cache import MixedCache
 
-from dmattn_bench.quality_report import NAMES, Run, as_the_layer, latest, measured_on, model_of, runs_of
+from dmattn_bench.quality_report import NAMES, Run, latest, measured_on, model_of, prefer_layer_convolution, runs_of
 from dmattn_bench.tables import markdown
 
 MISSING = "not measured"
@@ -75,7 +75,7 @@ def table(results: Path) -> str:
     runs = [run for run in runs_of(results) if run["complete"] and model_of(run)]
     lines, used = [], []
     for line in LINES:
-        chosen = latest(as_the_layer([run for run in runs if line.settings.items() <= run["settings"].items()]))
+        chosen = latest(prefer_layer_convolution([run for run in runs if line.settings.items() <= run["settings"].items()]))
         of_each = [[run for run in chosen if model_of(run) == model] for model in MODELS]
         lines.append([line.title, *(line.cell(found) if found else MISSING for found in of_each)])
         used += chosen

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dmattn_bench.front_page import LONG, RECALL, SHORT
-from dmattn_bench.quality_report import NAMES, as_the_layer, model_of
+from dmattn_bench.quality_report import NAMES, model_of, prefer_layer_convolution
 from dmattn_bench.records import Result, Row, first_peer
 from dmattn_bench.style import MODELS, OURS, OURS_TOO, RC, baseline, short
 
@@ -224,7 +224,7 @@ def draw_models(runs: list[Run], path: Path) -> None:
     for ax, (title, settings, across, what, limits) in zip(axes, panels, strict=True):
         # A run that was stopped had the learning rates of a whole one until then, so its curve over steps counts.
         kept = [run for run in runs if (run["complete"] or across == "step") and settings.items() <= run["settings"].items()]
-        of_seed = {(model_of(run), run["settings"]["seed"]): run for run in as_the_layer(kept)}
+        of_seed = {(model_of(run), run["settings"]["seed"]): run for run in prefer_layer_convolution(kept)}
         chosen = {model: [run for (named, _), run in of_seed.items() if named == model] for model in NAMES.values()}
         if not any(chosen.values()):
             pyplot().close(figure)

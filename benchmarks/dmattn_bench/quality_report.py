@@ -134,7 +134,7 @@ def latest(runs: list[Run]) -> list[Run]:
     return list({(run["name"], run["settings"]["seed"]): run for run in runs}.values())
 
 
-def as_the_layer(runs: list[Run]) -> list[Run]:
+def prefer_layer_convolution(runs: list[Run]) -> list[Run]:
     """The runs that convolve hidden states, as IndexedAttention does, of the models that have some; all runs of the others."""
     convolving = {model_of(run) for run in runs if run["settings"].get("conv_hidden")}
     return [run for run in runs if run["settings"].get("conv_hidden") or model_of(run) not in convolving]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,10 @@ from dmattn.autograd import refuse_gradients
 from dmattn.cache_choice import attend_step
 from dmattn.cache_chunk import CacheCall, CacheSizes, CacheState, take_chunk
 from dmattn.cache_loaded import check_loaded
+from dmattn.cache_recent import RecentRows
 from dmattn.composed import LISTS
 from dmattn.fake import accumulate_dtype
 from dmattn.renamed import renamed
-
-if TYPE_CHECKING:
-    from dmattn.nn.convolution import RecentRows
 
 # Up to so many tokens are taken in one after another: a chunk costs as much as some steps.
 MOST_STEPS = 8

@@ -13,12 +13,13 @@ from dmattn.attention import attention
 from dmattn.autograd import refuse_gradients
 from dmattn.cache import BoundedCache, PaddingSide, rolled
 from dmattn.cache_choice import Choice
+from dmattn.cache_recent import RecentRows, check_recent
 from dmattn.call import autocast
 from dmattn.fake import accumulate_dtype
 from dmattn.indexer import MAX_INDEX_HEADS
 from dmattn.masks import IndexMask, IntervalMask
 from dmattn.masks.interval import segment_ends
-from dmattn.nn.convolution import CausalConvolution, RecentRows, check_recent
+from dmattn.nn.convolution import CausalConvolution
 from dmattn.nn.indexed_cache import IndexedCache
 from dmattn.nn.indexer import Indexer, IndexProjections
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer, check_cache_of_layer

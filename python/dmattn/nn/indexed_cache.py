@@ -22,9 +22,9 @@ from dmattn.cache import (
     tokens_back,
 )
 from dmattn.cache_loaded import check_same_lengths
+from dmattn.cache_recent import RecentRows, check_alike
 from dmattn.decode import MAX_QUERIES, PAGE_UNIT, decode_attention
 from dmattn.masks import IndexMask
-from dmattn.nn.convolution import RecentRows, check_alike
 from dmattn.nn.indexer import Indexer, IndexProjections
 from dmattn.unsupported import scripting_refused
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from dmattn import checks
 from dmattn.cache import BoundedCache, PaddingSide, chosen_rows
 from dmattn.cache_chunk import CacheCall
 from dmattn.cache_loaded import check_same_lengths
-
-if TYPE_CHECKING:
-    from dmattn.nn.convolution import RecentRows
+from dmattn.cache_recent import RecentRows
 
 
 def cache_of_layer(
