@@ -130,7 +130,7 @@ void run_sm80(const BackwardCall& call, const BackwardPlan& plan, void* memory, 
     // Zeros for keys that were not gathered.
     if (by_keys.live_keys.index) DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));
     check_cuda(sm80::backward_dq(by_queries, plan.backward_dq, stream), "attention kernel");
-  } else if (call.key_sums) {
+  } else if (call.key_sums && !call.query_sums) {
     DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
     for_each_round(call, call.b.forward, plan.unions, memory, call.tile_counter, stream, [&](const BackwardCall& round) {
       if (round.live_keys.unions.first_tile > 0) clear(plan.workspace.semaphores, memory, stream);
@@ -138,10 +138,15 @@ void run_sm80(const BackwardCall& call, const BackwardPlan& plan, void* memory, 
     });
     DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   } else {
-    const size_t bytes = static_cast<size_t>(plan.workspace.query_sums.bytes);
-    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, bytes, stream));
-    check_cuda(sm80::backward_dkdv(call, plan.backward_dkdv, stream), "attention kernel");
+    BackwardCall by_keys = call;
+    clear(plan.workspace.query_sums, memory, stream);
+    if (call.key_sums) {
+      by_keys.live_keys.query_lists = find_query_lists(call.b.forward, plan.query_lists, memory, stream);
+      DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
+    }
+    check_cuda(sm80::backward_dkdv(by_keys, plan.backward_dkdv, stream), "attention kernel");
     DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));
+    if (call.key_sums) DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   }
 }
 

@@ -93,14 +93,6 @@ __device__ __forceinline__ void load_key_tile(const BackwardCall& call, const Ba
   ++tile_visit;
 }
 
-// Is the key a sink, or a local key of some query, or behind the last key?
-__device__ __forceinline__ bool is_forced(const AttentionParams& p, int batch, int key) {
-  const IndexLists& index = p.mask.index;
-  const int low = local_shift(index, batch, static_cast<int>(p.key_length - p.query_length)),
-            high = low + static_cast<int>(p.query_length) - 1;
-  return key < index.sinks || key >= p.key_length || (index.local > 0 && key <= high && low - key < index.local);
-}
-
 // key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> a tile of 128 keys [keys, D or Dv] in shared memory for each tile visit, with a
 // descriptor. By half a warpgroup.
 template <int kDim, class Traits>
