@@ -40,6 +40,7 @@ KeyUnions find_unions(const AttentionParams& p, const KeyUnionLists& lists, void
   unions.key = lists.key.in<int32_t>(workspace), unions.seen = lists.seen.in<uint32_t>(workspace);
   unions.count = lists.count.in<int32_t>(workspace);
   unions.queries = lists.queries, unions.words = lists.words, unions.capacity = lists.capacity;
+  unions.groups = lists.groups, unions.chunk = lists.chunk;
   unions.first_tile = first_tile, unions.tiles = std::min(lists.at_once, lists.tiles - first_tile);
   place_mask_heads(unions, lists, p);
   DMATTN_CUDA_CHECK(launch_key_unions(p, unions, tile_counter, stream));

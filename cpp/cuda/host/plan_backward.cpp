@@ -186,12 +186,15 @@ AttentionParams part_of(const AttentionParams& p, const BackwardParts& parts) {
   return part;
 }
 
-// The unions of a launch. A tile of queries is so long that its keys are worth loading and their gradients worth adding, and with
-// several heads a group they are so without many queries.
+// The unions of a launch. A tile of queries is so long that its keys are worth loading and their gradients worth adding. A tile
+// of keys visits the chunks of queries that see some of them. Where sums have a fixed order keys ascend, and with several heads a
+// group they are worth loading without many queries.
 void plan_unions_of_part(const AttentionParams& p, BackwardPlan& plan) {
   constexpr int64_t kQueries = 64, kManyQueries = 32 * kBackwardUnionWords;
-  const int64_t heads = heads_that_share_intervals(p), queries = heads > 2 ? kQueries : kManyQueries;
-  plan.unions = plan_unions(part_of(p, plan.parts), std::max<int64_t>(queries, plan.tile.rows), plan.workspace.bytes);
+  const bool has_few = plan.deterministic && heads_that_share_intervals(p) > 2;
+  const int64_t queries = has_few ? std::max<int64_t>(kQueries, plan.tile.rows) : kManyQueries;
+  plan.unions = plan_unions(part_of(p, plan.parts), queries, plan.workspace.bytes);
+  if (!plan.deterministic) plan.unions.groups = static_cast<int>(queries / plan.tile.rows), plan.unions.chunk = plan.tile.keys;
 }
 
 // Terms of each query, and the counters of a call.

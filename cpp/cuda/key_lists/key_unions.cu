@@ -25,6 +25,7 @@ struct UnionShared {
   uint16_t needed[kPoolWords];  // the blocks of the range that are in the union
   int used[kMostUnionQueries];  // entries at the head of a list that lie before the range; -1: the list is not sorted
   int warp_counts[2][kWarps];
+  int class_chunks[1 << kMostUnionGroups], class_rest[1 << kMostUnionGroups];  // of the keys that are sorted at a time
 };
 
 // The bits from `first` on, none when first is 32 or more, all when it is 0 or less.
@@ -237,6 +238,101 @@ __device__ __forceinline__ int write_listed(const UnionRange& range, const Other
   return found;
 }
 
+// The part of a union that is sorted at a time, in the place of the bits: key and seen, a word for each key in each of them. In
+// the place of the blocks that are needed, what groups see each key, and for each 32 keys how many there are of each class: a
+// class is the groups that see a key, a bit each.
+struct SortedPart {
+  static constexpr int kClasses = 1 << kMostUnionGroups, kMostKeys = kPoolWords / 2;
+  UnionShared& shared;
+  int stride;  // from one word to the next
+
+  __device__ __forceinline__ uint32_t& word(int i, int number) const { return shared.pool[number * stride + i]; }
+  __device__ __forceinline__ uint16_t& class_of(int i) const { return shared.needed[i]; }
+  __device__ __forceinline__ uint16_t& count_of(int row, int c) const { return shared.needed[kMostKeys + row * kClasses + c]; }
+};
+static_assert(SortedPart::kMostKeys + SortedPart::kMostKeys / 32 * SortedPart::kClasses <= kPoolWords);
+
+// Where keys of class c go: first whole chunks of the classes that most groups see, classes of as many groups by turns, then what
+// is left of all classes. chunks, rest: how many whole chunks of keys each class has, and how many keys beside them.
+struct ClassOrder {
+  const int (&chunks)[SortedPart::kClasses];
+  const int (&rest)[SortedPart::kClasses];
+  const int chunk, c;
+
+  // The place of key number i of the class.
+  __device__ __forceinline__ int place_of(int i) const {
+    const int turn = i / chunk, level = __popc(c);
+    const bool is_rest = turn >= chunks[c];
+    int chunks_before = 0, rest_before = 0;
+#pragma unroll
+    for (int other = 1; other < SortedPart::kClasses; ++other) {
+      const bool is_before = is_rest || __popc(other) > level;
+      const int by_turns = __popc(other) == level ? min(chunks[other], turn + (other < c)) : 0;
+      chunks_before += is_before ? chunks[other] : by_turns;
+      rest_before += other < c ? rest[other] : 0;
+    }
+    return chunks_before * chunk + (is_rest ? rest_before + i - chunks[c] * chunk : i - turn * chunk);
+  }
+};
+
+// Sorts the keys of a union by the groups of queries that see them, as many at a time as there is room for.
+__device__ __forceinline__ void sort_by_groups(UnionShared& shared, const KeyUnions& unions, int32_t* keys, uint32_t* seen,
+                                               int written) {
+  constexpr int kClasses = SortedPart::kClasses;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int words = unions.words, of_group = unions.queries / unions.groups;
+  const int most = min(kPoolWords / (1 + words), SortedPart::kMostKeys) / unions.chunk * unions.chunk;
+  const SortedPart part{shared, most};
+  for (int begin = 0; begin < written; begin += most) {
+    const int count = min(most, written - begin), rows = (count + 31) / 32;
+    __syncthreads();  // what other threads wrote is there, and nobody reads the part before
+    for (int i = thread; i < rows * 32; i += kThreads) {
+      int c = 0;
+      if (i < count) {
+        part.word(i, 0) = static_cast<uint32_t>(keys[begin + i]);
+        for (int word = 0; word < words; ++word) {
+          const uint32_t bits = seen[static_cast<int64_t>(begin + i) * words + word];
+          part.word(i, 1 + word) = bits;
+          for (int group = 0; group < unions.groups; ++group) {
+            if (bits & bits_between(group * of_group, (group + 1) * of_group, word)) c |= 1 << group;
+          }
+        }
+        part.class_of(i) = static_cast<uint16_t>(c);
+      }
+      for (int other = 1; other < kClasses; ++other) {
+        const uint32_t same = __ballot_sync(0xffffffffu, c == other);
+        if (lane == other) part.count_of(i / 32, other) = static_cast<uint16_t>(__popc(same));
+      }
+    }
+    __syncthreads();
+    // Of each class, how many lie before the rows; a warp takes a class. Sums of the rows before them replace the numbers.
+    if (warp > 0 && warp < kClasses) {
+      int before = 0;
+      for (int row = 0; row < rows; row += 32) {
+        const int own = row + lane < rows ? part.count_of(row + lane, warp) : 0;
+        int sum = own;
+        for (int step = 1; step < 32; step *= 2) {
+          const int other = __shfl_up_sync(0xffffffffu, sum, step);
+          sum += lane >= step ? other : 0;
+        }
+        if (row + lane < rows) part.count_of(row + lane, warp) = static_cast<uint16_t>(before + sum - own);
+        before += __shfl_sync(0xffffffffu, sum, 31);
+      }
+      if (lane == 0) shared.class_chunks[warp] = before / unions.chunk, shared.class_rest[warp] = before % unions.chunk;
+    }
+    __syncthreads();
+    for (int i = thread; i < rows * 32; i += kThreads) {
+      const int c = i < count ? part.class_of(i) : 0;
+      const uint32_t same = __match_any_sync(0xffffffffu, c);
+      if (c == 0) continue;
+      const ClassOrder order = {shared.class_chunks, shared.class_rest, unions.chunk, c};
+      const int to = begin + order.place_of(part.count_of(i / 32, c) + __popc(same & lanes_before()));
+      keys[to] = static_cast<int32_t>(part.word(i, 0));
+      for (int word = 0; word < words; ++word) seen[static_cast<int64_t>(to) * words + word] = part.word(i, 1 + word);
+    }
+  }
+}
+
 // indices int32 [B|1, H|Hkv|1, Sq, K] -> key, seen, count of KeyUnions. A block makes the union of one tile of queries.
 __global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __grid_constant__ AttentionParams p,
                                                                         const __grid_constant__ KeyUnions unions,
@@ -339,6 +435,7 @@ __global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __
     }
     __syncthreads();
   }
+  if (unions.groups > 1) sort_by_groups(shared, unions, keys, seen, min(written, static_cast<int>(unions.capacity)));
   if (thread == 0) unions.count[blockIdx.x] = written;
 }
 

@@ -132,7 +132,16 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
         load_key_tile<kDim, Traits>(
             call, maps, shared, tile_visit, work_tile, base, from, to,
             [&](int row) { return base + row < count ? opaque_reload(&call)->live_keys.unions.key[begin + base + row] : -1; },
-            [&](int, int) { return Span{kFirstPosition, kLastPosition}; });
+            [&](int row, int) {  // from the first group of queries that sees the key to the last, of which there are two
+              const KeyUnions& unions = opaque_reload(&call)->live_keys.unions;
+              Span span = {kFirstPosition, kLastPosition};
+              if (unions.groups == 1) return span;
+              const uint2* const pairs = reinterpret_cast<const uint2*>(unions.seen + (begin + base + row) * unions.words);
+              const int middle = from + unions.queries / 2 + static_cast<int>(p.key_length - p.query_length);
+              if ((pairs[0].x | pairs[0].y) == 0) span.first = middle;
+              if ((pairs[1].x | pairs[1].y) == 0) span.last = middle;
+              return span;
+            });
       }
     } else if constexpr (kIsGathered) {
       const LiveKeys& live_keys = opaque_reload(&call)->live_keys;
