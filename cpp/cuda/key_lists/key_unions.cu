@@ -250,7 +250,8 @@ struct SortedPart {
   __device__ __forceinline__ uint16_t& class_of(int i) const { return shared.needed[i]; }
   __device__ __forceinline__ uint16_t& count_of(int row, int c) const { return shared.needed[kMostKeys + row * kClasses + c]; }
 };
-static_assert(SortedPart::kMostKeys + SortedPart::kMostKeys / 32 * SortedPart::kClasses <= kPoolWords);
+static_assert(SortedPart::kMostKeys + SortedPart::kMostKeys / 32 * SortedPart::kClasses <= kPoolWords &&
+              SortedPart::kClasses <= kWarps);
 
 // Where keys of class c go: first whole chunks of the classes that most groups see, classes of as many groups by turns, then what
 // is left of all classes. chunks, rest: how many whole chunks of keys each class has, and how many keys beside them.
