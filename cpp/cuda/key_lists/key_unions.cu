@@ -258,15 +258,14 @@ static_assert(SortedPart::kMostKeys + SortedPart::kMostKeys / 32 * SortedPart::k
 struct ClassOrder {
   const int (&chunks)[SortedPart::kClasses];
   const int (&rest)[SortedPart::kClasses];
-  const int chunk, c;
+  const int classes, chunk, c;  // classes: one more than the last
 
   // The place of key number i of the class.
   __device__ __forceinline__ int place_of(int i) const {
     const int turn = i / chunk, level = __popc(c);
     const bool is_rest = turn >= chunks[c];
     int chunks_before = 0, rest_before = 0;
-#pragma unroll
-    for (int other = 1; other < SortedPart::kClasses; ++other) {
+    for (int other = 1; other < classes; ++other) {
       const bool is_before = is_rest || __popc(other) > level;
       const int by_turns = __popc(other) == level ? min(chunks[other], turn + (other < c)) : 0;
       chunks_before += is_before ? chunks[other] : by_turns;
@@ -279,9 +278,8 @@ struct ClassOrder {
 // Sorts the keys of a union by the groups of queries that see them, as many at a time as there is room for.
 __device__ __forceinline__ void sort_by_groups(UnionShared& shared, const KeyUnions& unions, int32_t* keys, uint32_t* seen,
                                                int written) {
-  constexpr int kClasses = SortedPart::kClasses;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int words = unions.words, of_group = unions.queries / unions.groups;
+  const int classes = 1 << unions.groups, words = unions.words, of_group = unions.queries / unions.groups;
   const int most = min(kPoolWords / (1 + words), SortedPart::kMostKeys) / unions.chunk * unions.chunk;
   const SortedPart part{shared, most};
   for (int begin = 0; begin < written; begin += most) {
@@ -300,14 +298,14 @@ __device__ __forceinline__ void sort_by_groups(UnionShared& shared, const KeyUni
         }
         part.class_of(i) = static_cast<uint16_t>(c);
       }
-      for (int other = 1; other < kClasses; ++other) {
+      for (int other = 1; other < classes; ++other) {
         const uint32_t same = __ballot_sync(0xffffffffu, c == other);
         if (lane == other) part.count_of(i / 32, other) = static_cast<uint16_t>(__popc(same));
       }
     }
     __syncthreads();
     // Of each class, how many lie before the rows; a warp takes a class. Sums of the rows before them replace the numbers.
-    if (warp > 0 && warp < kClasses) {
+    if (warp > 0 && warp < classes) {
       int before = 0;
       for (int row = 0; row < rows; row += 32) {
         const int own = row + lane < rows ? part.count_of(row + lane, warp) : 0;
@@ -326,7 +324,7 @@ __device__ __forceinline__ void sort_by_groups(UnionShared& shared, const KeyUni
       const int c = i < count ? part.class_of(i) : 0;
       const uint32_t same = __match_any_sync(0xffffffffu, c);
       if (c == 0) continue;
-      const ClassOrder order = {shared.class_chunks, shared.class_rest, unions.chunk, c};
+      const ClassOrder order = {shared.class_chunks, shared.class_rest, classes, unions.chunk, c};
       const int to = begin + order.place_of(part.count_of(i / 32, c) + __popc(same & lanes_before()));
       keys[to] = static_cast<int32_t>(part.word(i, 0));
       for (int word = 0; word < words; ++word) seen[static_cast<int64_t>(to) * words + word] = part.word(i, 1 + word);

@@ -224,9 +224,18 @@ __global__ __launch_bounds__(
     copy_async_wait<0>();
     __syncthreads();
 
-    // Scores and their gradients, to shared memory.
-    put_chunk<T, kDim, Traits>(call, shared, scheduler, stage, chunk, terms, batch, head, first_query, key_tile, warp_row,
-                               warp_column, lane, rows_are_huge, grad_key_bias);
+    // Scores and their gradients, to shared memory; zeros where the warp's queries see nothing of the chunk of a union.
+    bool is_seen = true;
+    if constexpr (Traits::kIsUnion) is_seen = is_ordered || sees_some<kM * 16>(stage, warp / kColumns);
+    if (is_seen) {
+      put_chunk<T, kDim, Traits>(call, shared, scheduler, stage, chunk, terms, batch, head, first_query, key_tile, warp_row,
+                                 warp_column, lane, rows_are_huge, grad_key_bias);
+    } else {
+      float zeros[kM][kN][4];
+      clear(zeros);
+      put_tile<T, kWidth>(probability_tile, zeros, warp_row, warp_column, [](int, int) { return 1.0f; });
+      put_tile<T, kWidth>(grad_score_tile, zeros, warp_row, warp_column, [](int, int) { return 1.0f; });
+    }
     __syncthreads();
     if (is_ordered && Traits::kBias != Bias::kNone && grad_key_bias) add_bias_in_order(shared, stage, p, grad_key_bias);
 
@@ -249,8 +258,12 @@ __global__ __launch_bounds__(
       clear(grad_key);
       accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part,
                                                   AddRows<2, kRowN>{grad_value, value_rows, row_part, value_width});
-      accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query,
-                                                       AddRows<2, kRowN>{grad_key, key_rows, row_part, key_width});
+      const AddRows<2, kRowN> add{grad_key, key_rows, row_part, key_width};
+      if (is_seen) {
+        accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query, add);
+      } else {
+        add(0, 1);
+      }
     } else {
       accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query);
     }
