@@ -126,6 +126,18 @@ def test_long_lists(device, dtype, block):
     assert_matches_reference(case_of(device, dtype, mask, B=1, H=2, Hkv=1, Sk=keys, D=64, Dv=64))
 
 
+@pytest.mark.parametrize("neighbours", [1, 16, 48, 64])
+@pytest.mark.parametrize(("D", "Dv", "H", "Hkv"), [(64, 64, 8, 2), (128, 128, 4, 1), (128, 128, 2, 2), (192, 128, 2, 1)])
+def test_keys_that_some_queries_of_a_tile_see(device, dtype, neighbours, D, Dv, H, Hkv):
+    # So many neighbouring queries list 150 keys that no others list; all queries list 90 more. Unions have thousands of keys.
+    length, keys = (300, 20000) if device == "cuda" else (100, 3000)
+    group = torch.arange(length) // neighbours
+    own = (group[:, None] * 613 + torch.arange(150) * 19) % (keys // 2)
+    entries = torch.cat((own, (keys // 2 + torch.arange(90) * 61 % (keys // 2)).expand(length, -1)), 1).int()
+    mask = IndexMask(entries.to(device), local=40, sink_keys=2, is_causal=True)
+    assert_matches_reference(case_of(device, dtype, mask, B=1, H=H, Hkv=Hkv, Sk=keys, D=D, Dv=Dv))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [1, 64])
 def test_sums_that_do_not_fit_into_one_part(block):
