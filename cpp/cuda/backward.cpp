@@ -90,7 +90,8 @@ void run_sm90(BackwardCall call, const BackwardPlan& plan, void* memory, int32_t
   const AttentionParams& p = call.b.forward;
   const BackwardParts& parts = plan.parts;
   set_options(call);
-  if (call.seen) DMATTN_CUDA_CHECK(launch_find_seen(call, stream));
+  const bool is_listed = plan.keys == KeySource::kQueryLists;
+  if (call.seen && !is_listed) DMATTN_CUDA_CHECK(launch_find_seen(call, stream));
   const int64_t heads = parts.kv_heads * (p.heads / p.kv_heads);
   for (int64_t batch = 0; batch < p.batch; batch += parts.batches) {
     for (int64_t head = 0; head < p.heads; head += heads) {
@@ -101,6 +102,7 @@ void run_sm90(BackwardCall call, const BackwardPlan& plan, void* memory, int32_t
       for (int64_t first = 0; first < of_part.heads; first += parts.launch_heads) {
         BackwardCall launch = part_of(part, 0, of_part.batch, first, std::min(parts.launch_heads, of_part.heads - first));
         launch.live_keys.query_lists = find_query_lists(launch.b.forward, plan.query_lists, memory, stream);
+        if (is_listed) DMATTN_CUDA_CHECK(launch_listed_seen(launch, stream));
         if (!parts.is_one) {
           const int64_t floats = of_part.batch * launch.b.forward.heads * parts.head_floats;
           DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(floats) * sizeof(float), stream));
@@ -142,6 +144,7 @@ void run_sm80(const BackwardCall& call, const BackwardPlan& plan, void* memory, 
     clear(plan.workspace.query_sums, memory, stream);
     if (call.key_sums) {
       by_keys.live_keys.query_lists = find_query_lists(call.b.forward, plan.query_lists, memory, stream);
+      DMATTN_CUDA_CHECK(launch_listed_seen(by_keys, stream));
       DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
     }
     check_cuda(sm80::backward_dkdv(by_keys, plan.backward_dkdv, stream), "attention kernel");

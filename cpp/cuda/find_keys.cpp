@@ -51,7 +51,7 @@ QueryLists find_query_lists(const AttentionParams& p, const QueryListPlan& plan,
   QueryLists lists;
   if (plan.tiles == 0) return lists;
   lists.entries = plan.entries.in<uint32_t>(workspace), lists.begin = plan.begin.in<int32_t>(workspace);
-  lists.listed = plan.listed.in<uint32_t>(workspace), lists.places = plan.places.in<int32_t>(workspace);
+  lists.places = plan.places.in<int32_t>(workspace);
   lists.tiles = plan.tiles, lists.query_blocks = plan.query_blocks, lists.capacity = plan.capacity;
   place_mask_heads(lists, plan, p);
   DMATTN_CUDA_CHECK(launch_query_lists(p, lists, stream));

@@ -240,6 +240,29 @@ def test_a_key_that_nobody_lists_may_hold_anything(device, dtype, block, listed)
     assert not any(result.isnan().any() for result in results.values())
 
 
+@pytest.mark.parametrize("hides", ["causality", "an interval"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_a_listed_key_that_no_query_sees_may_hold_anything(device, dtype, block, hides):
+    """Each query lists a block, and something else hides a key of it from just these queries."""
+    length = keys = 5 * block - 4
+    entries = torch.full((length, 2), -1)
+    entries[2 * block + 5 : 2 * block + 9, 0] = 2  # queries before most keys of their block, or in it
+    entries[-1, 1] = 4
+    mask = IndexMask(entries.int().to(device), block, is_causal=hides == "causality")
+    case = case_of(device, dtype, mask, Sk=keys, D=64, Dv=64)
+    if hides == "an interval":  # its first queries alone see key 2 * block + 12
+        end = torch.full((1, 1, keys), keys, dtype=torch.int32, device=device)
+        end[..., 2 * block + 12] = 2 * block
+        interval = IntervalMask(torch.zeros_like(end), end)
+        visible = case.visible & interval.to_bool(length, keys)
+        case = dataclasses.replace(case, mask=mask & interval, visible=visible)
+    seen = case.visible.expand(2, 4, length, keys).flatten(0, 2).any(0)
+    assert not seen[2 * block + 12]
+    nan = [given.masked_fill(~seen[:, None], torch.nan) for given in (case.key, case.value)]
+    results = assert_matches_reference(dataclasses.replace(case, key=nan[0], value=nan[1]))
+    assert not any(result.isnan().any() for result in results.values())
+
+
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("kind", ["index", "interval & index"])

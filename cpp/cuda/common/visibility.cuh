@@ -65,14 +65,6 @@ __device__ __forceinline__ int local_shift(const IndexLists& index, int batch, i
   return index.offset ? min(max(index.offset[batch * index.offset_stride], kFirstPosition), kLastPosition) : shift;
 }
 
-// Is the key a sink, or a local key of some query, or behind the last key?
-__device__ __forceinline__ bool is_forced(const AttentionParams& p, int batch, int key) {
-  const IndexLists& index = p.mask.index;
-  const int low = local_shift(index, batch, static_cast<int>(p.key_length - p.query_length)),
-            high = low + static_cast<int>(p.query_length) - 1;
-  return key < index.sinks || key >= p.key_length || (index.local > 0 && key <= high && low - key < index.local);
-}
-
 // The tables of one head of a block mask. Whoever reads them takes an entry that makes no sense for an empty tile.
 struct TileSource {
   const int32_t* tiles;    // [Nq, Nk] or null

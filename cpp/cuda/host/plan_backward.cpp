@@ -212,6 +212,13 @@ void place_terms(const AttentionParams& p, BackwardPlan& plan) {
   if (plan.lists.elements > 0) workspace.lists = add_region(workspace.bytes, plan.lists.elements * sizeof(int32_t));
 }
 
+// Which keys some query of heads_at_once heads sees.
+void place_seen(const AttentionParams& p, BackwardPlan& plan) {
+  plan.seen_words = tiles_of(p.key_length, 128) * 4;
+  const int64_t words = p.batch * p.heads / plan.heads_at_once * plan.seen_words;
+  plan.workspace.seen = add_region(plan.workspace.bytes, words * sizeof(uint32_t));
+}
+
 // Can tensor copies bring the tensors of a launch?
 bool has_tensor_copies(const BackwardParams& b, const Target& target, const BackwardPlan& plan) {
   const AttentionParams& p = b.forward;
@@ -290,10 +297,7 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
     workspace.key_sums = add_region(workspace.bytes, floats * kFloatBytes);
   }
   if (plan.adds_zero_bias) workspace.zero_bias = add_region(workspace.bytes, p.key_length * kFloatBytes);
-  if (!is_gathered && (p.mask.tiles.data || gathers(p))) {
-    plan.seen_words = tiles_of(p.key_length, 128) * 4;
-    workspace.seen = add_region(workspace.bytes, p.batch * p.heads / plan.heads_at_once * plan.seen_words * sizeof(uint32_t));
-  }
+  if (!is_gathered && (listed || p.mask.tiles.data || gathers(p))) place_seen(p, plan);
   if (listed) plan.query_lists = plan_query_lists(part_of(p, plan.parts), workspace.bytes);
   if (choice.keys == KeySource::kUnions) plan_unions_of_part(p, plan);
   place_terms(p, plan);
@@ -359,6 +363,7 @@ BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, 
   const bool is_listed = has_unions && plan_portable_query_lists(p, target, smem_budget, plan);
   if (is_listed) {
     plan.keys = KeySource::kQueryLists, plan.query_lists = plan_query_lists(p, workspace.bytes);
+    place_seen(p, plan);
     plan.why.keys = kWhyQueryLists;
   } else if (has_unions) {
     plan.keys = KeySource::kUnions, plan.why.keys = kWhyUnions;

@@ -67,7 +67,7 @@ struct QueryListPlan {
   int tiles = 0, query_blocks = 0;  // tiles == 0: the call has none
   int64_t capacity = 0;
   int64_t batches = 1, heads = 1, head_divisor = 1;
-  Region entries, begin, listed, places;
+  Region entries, begin, places;
 };
 
 // Can entries hold the queries, and int32 the places of a head's lists?

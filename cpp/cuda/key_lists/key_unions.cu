@@ -288,12 +288,17 @@ __device__ __forceinline__ void sort_by_groups(UnionShared& shared, const KeyUni
     for (int i = thread; i < rows * 32; i += kThreads) {
       int c = 0;
       if (i < count) {
+        uint32_t bits[kMostUnionWords];  // all are asked for before one is awaited
+#pragma unroll
+        for (int word = 0; word < kMostUnionWords; ++word) {
+          bits[word] = word < words ? seen[static_cast<int64_t>(begin + i) * words + word] : 0;
+        }
         part.word(i, 0) = static_cast<uint32_t>(keys[begin + i]);
-        for (int word = 0; word < words; ++word) {
-          const uint32_t bits = seen[static_cast<int64_t>(begin + i) * words + word];
-          part.word(i, 1 + word) = bits;
+#pragma unroll
+        for (int word = 0; word < kMostUnionWords; ++word) {
+          if (word < words) part.word(i, 1 + word) = bits[word];
           for (int group = 0; group < unions.groups; ++group) {
-            if (bits & bits_between(group * of_group, (group + 1) * of_group, word)) c |= 1 << group;
+            if (bits[word] & bits_between(group * of_group, (group + 1) * of_group, word)) c |= 1 << group;
           }
         }
         part.class_of(i) = static_cast<uint16_t>(c);
@@ -323,7 +328,7 @@ __device__ __forceinline__ void sort_by_groups(UnionShared& shared, const KeyUni
     for (int i = thread; i < rows * 32; i += kThreads) {
       const int c = i < count ? part.class_of(i) : 0;
       const uint32_t same = __match_any_sync(0xffffffffu, c);
-      if (c == 0) continue;
+      if (c == 0 || shared.class_chunks[c] * unions.chunk + shared.class_rest[c] == count) continue;  // all are of one class
       const ClassOrder order = {shared.class_chunks, shared.class_rest, classes, unions.chunk, c};
       const int to = begin + order.place_of(part.count_of(i / 32, c) + __popc(same & lanes_before()));
       keys[to] = static_cast<int32_t>(part.word(i, 0));

@@ -130,12 +130,12 @@ __device__ __forceinline__ int scan(int32_t* numbers, int count) {
   return sum;
 }
 
-// places: numbers of queries -> places in the list of the tile; begin: the length of the list. Clears listed. A block for each
-// tile of a mask head.
+// places: numbers of queries -> places in the list of the tile; begin: the length of the list. A block for each tile of a mask
+// head.
 __global__ __launch_bounds__(kThreads) void place_kernel(const __grid_constant__ QueryLists lists) {
   const int64_t list = blockIdx.x, mask_head = list / lists.tiles;
   const int length = scan(lists.places + list * lists.query_blocks, lists.query_blocks);
-  if (threadIdx.x == 0) lists.begin[list + mask_head] = length, lists.listed[list] = 0;
+  if (threadIdx.x == 0) lists.begin[list + mask_head] = length;
 }
 
 // begin: lengths -> where lists begin, and at the end where the last one ends. A block for each mask head.
@@ -145,7 +145,7 @@ __global__ __launch_bounds__(kThreads) void begin_kernel(const __grid_constant__
   if (threadIdx.x == 0) begin[lists.tiles] = all;
 }
 
-// indices, places, begin -> entries, listed.
+// indices, places, begin -> entries.
 __global__ __launch_bounds__(kThreads) void write_kernel(const __grid_constant__ AttentionParams p,
                                                          const __grid_constant__ QueryLists lists) {
   extern __shared__ uint32_t bytes[];
@@ -154,18 +154,62 @@ __global__ __launch_bounds__(kThreads) void write_kernel(const __grid_constant__
     const int64_t list = block.mask_head * lists.tiles + tile;
     int64_t at = block.mask_head * lists.capacity + lists.begin[list + block.mask_head] +
                  lists.places[list * lists.query_blocks + block.block];
-    uint32_t all = 0;
     for (QueryBits left = block.meet(of_tile, tile); left; left &= left - 1, ++at) {
       const int query = __ffsll(static_cast<long long>(left)) - 1;
       const uint32_t seen = of_tile[query / 4] >> (query % 4 * 8) & 0xffu;
       lists.entries[at] = static_cast<uint32_t>(block.first_query + query) | seen << kListedQueryBits;
-      all |= seen;
     }
-    if (all) atomicOr(&lists.listed[list], all);
   });
 }
 
+// Does a query of the head see the key of a tile?
+__device__ __forceinline__ bool is_seen_by_some(const BackwardCall& call, int batch, int head, int tile, int key) {
+  const AttentionParams& p = call.b.forward;
+  const QueryLists& lists = call.live_keys.query_lists;
+  const IndexLists& index = p.mask.index;
+  const int shift = static_cast<int>(p.key_length - p.query_length);
+  const Span span = SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key);
+  const int first = max(span.first - shift, 0), last = min(span.last - shift, static_cast<int>(p.query_length)) - 1;
+  if (first > last) return false;
+  // Of the queries first, .., last: sinks and local keys are forced, and of those that list a key the last are looked at first.
+  const int64_t first_local = int64_t{key} - local_shift(index, batch, shift);
+  if (key < index.sinks) return true;
+  if (index.local > 0 && first_local <= last && first_local + index.local > first) return true;
+  const int64_t mask_head = lists.mask_head_of(batch, head);
+  const uint32_t* const entries = lists.entries + mask_head * lists.capacity;
+  const int begin = lists.first_entry(mask_head, tile, first / kListQueries * kListQueries);
+  for (int at = lists.first_entry(mask_head, tile, (last / kListQueries + 1) * kListQueries) - 1; at >= begin; --at) {
+    const int query = static_cast<int>(entries[at] & kNoListedQuery);
+    if (query < first) return false;
+    if (query <= last && has_bit(entries[at], kListedQueryBits + key % kListedTileKeys / kListedKeys)) return true;
+  }
+  return false;
+}
+
+// entries, intervals, causality -> seen [B, H / heads_at_once, seen_words]: which keys does some query of these heads see? Keys
+// beyond the end count as seen, so that the last tile has no gaps. A block for each tile of heads_at_once heads.
+__global__ __launch_bounds__(kListedTileKeys) void seen_kernel(const __grid_constant__ BackwardCall call) {
+  const AttentionParams& p = call.b.forward;
+  const int tiles = call.live_keys.query_lists.tiles, tile = static_cast<int>(blockIdx.x) % tiles;
+  const int row = static_cast<int>(blockIdx.x) / tiles, rows = static_cast<int>(p.heads) / call.heads_at_once;
+  const int batch = row / rows, first_head = row % rows * call.heads_at_once;
+  const int thread = static_cast<int>(threadIdx.x), key = tile * kListedTileKeys + thread;
+  bool is_seen = key >= p.key_length;
+  for (int head = first_head; head < first_head + call.heads_at_once && !is_seen; ++head) {
+    is_seen = is_seen_by_some(call, batch, head, tile, key);
+  }
+  const uint32_t bits = __ballot_sync(0xffffffffu, is_seen);
+  if (thread % 32 == 0) call.seen[row * call.seen_words + key / 32] = bits;
+}
+
 }  // namespace
+
+cudaError_t launch_listed_seen(const BackwardCall& call, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  const int64_t blocks = call.live_keys.query_lists.tiles * (p.batch * p.heads / call.heads_at_once);
+  seen_kernel<<<grid_of(blocks), kListedTileKeys, 0, stream>>>(call);
+  return cudaGetLastError();
+}
 
 cudaError_t launch_query_lists(const AttentionParams& p, const QueryLists& lists, cudaStream_t stream) {
   static KernelAttribute count_bytes, write_bytes;

@@ -67,6 +67,7 @@ class PlainQueryScheduler {
  public:
   // The query in a row of a chunk.
   static __device__ __forceinline__ int query_of(int first_query, int row) { return first_query + row; }
+  static __device__ __forceinline__ int query_to_add(int first_query, int row) { return query_of(first_query, row); }
   // Starts the copies of what a chunk needs beside its rows and their terms, to a buffer.
   template <class Shared>
   __device__ __forceinline__ void copy_notes(Shared&, int, int) const {}
@@ -135,6 +136,7 @@ class QueryScheduler {
 
   // The query in a row of a chunk.
   static __device__ __forceinline__ int query_of(int first_query, int row) { return first_query + row; }
+  static __device__ __forceinline__ int query_to_add(int first_query, int row) { return query_of(first_query, row); }
 
   // Gives the next chunk, or false when none is left.
   __device__ __forceinline__ bool next(int& first_query, Chunk& chunk) {
@@ -381,7 +383,7 @@ __device__ __forceinline__ void find_query_sums(const BackwardCall& call, const 
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int query = scheduler.query_of(first_query, row + 16 * m + 8 * r);
+      const int query = scheduler.query_to_add(first_query, row + 16 * m + 8 * r);
       const int64_t at =
           query < p.query_length ? (batch * p.heads + head) * p.query_length + query : p.batch * p.heads * p.query_length;
       rows[m][r] = call.query_sums + at * width;
@@ -580,15 +582,14 @@ __global__ __launch_bounds__(
     if constexpr (kIsGeneral<Traits>) {
       if (!find_keys(call, shared, batch, kv_head, first_key)) continue;
     }
-    uint32_t listed = 0;  // a bit for each kListedKeys keys of the tile
     if constexpr (kIsListed) {
-      if (!find_listed(call, batch, kv_head, first_key, range, listed)) continue;
+      if (!is_met(call, batch, kv_head, first_key, range)) continue;
     }
     // The key in a row of the tile, -1 for none.
     const auto key_at = [&](int row) {
       const int key = first_key + row;
       if constexpr (kIsGeneral<Traits>) return shared.tile.stage[0].index[row];
-      if constexpr (kIsListed) return is_listed_key(p, listed, batch, kv_head, key) ? key : -1;
+      if constexpr (kIsListed) return is_seen_key(call, batch, kv_head, key) ? key : -1;
       return key < p.key_length ? key : -1;
     };
     const auto copy_keys = [&](uint32_t to, const TensorView& tensor, int width) {

@@ -65,6 +65,13 @@ class ListedQueryScheduler {
     return static_cast<int>(shared_.tile.entries[slot_of(first)][row] & kNoListedQuery);
   }
 
+  // The query to whose sums a row of a chunk is added. Rows of no query add zeros to those of others, since they would wait for
+  // each other at a spare one.
+  __device__ __forceinline__ int query_to_add(int first, int row) const {
+    const int count = count_ - first;
+    return query_of(first, row < count ? row : row % count);
+  }
+
   // Starts the copies of the rows of a chunk.
   template <int kDim>
   __device__ __forceinline__ void copy_rows(uint32_t to, const TensorView& tensor, int first, int width) const {
@@ -141,33 +148,24 @@ __host__ __device__ constexpr int query_ranges(const AttentionParams& p) {
   return Traits::kGathersQueries ? static_cast<int>((p.query_length + kRangeQueries - 1) / kRangeQueries) : 1;
 }
 
-// Which keys of a tile are listed, a bit for each kListedKeys of them; false if no query of the range meets the tile.
-__device__ __forceinline__ bool find_listed(const BackwardCall& call, int batch, int kv_head, int first_key, int range,
-                                            uint32_t& listed) {
+// Does some query of the range meet the tile?
+__device__ __forceinline__ bool is_met(const BackwardCall& call, int batch, int kv_head, int first_key, int range) {
   const AttentionParams& p = call.b.forward;
   const QueryLists& lists = call.live_keys.query_lists;
   const int group = static_cast<int>(p.heads / p.kv_heads), tile = first_key / kListedTileKeys;
-  bool is_met = false;
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     const int64_t mask_head = lists.mask_head_of(batch, head);
-    listed |= lists.listed[mask_head * lists.tiles + tile];
-    is_met |= lists.first_entry(mask_head, tile, range * kRangeQueries) <
-              lists.first_entry(mask_head, tile, (range + 1) * kRangeQueries);
-  }
-  return is_met;
-}
-
-// May some query of the kv head's group see the key? Others stay out of the tile, since they need not be finite.
-__device__ __forceinline__ bool is_listed_key(const AttentionParams& p, uint32_t listed, int batch, int kv_head, int key) {
-  if (key >= p.key_length) return false;
-  if (!has_bit(listed, key % kListedTileKeys / kListedKeys) && !is_forced(p, batch, key)) return false;
-  const int group = static_cast<int>(p.heads / p.kv_heads), low = static_cast<int>(p.key_length - p.query_length);
-  for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    const SpanSource spans(p.mask, static_cast<int>(p.key_length), batch, head);
-    if (spans.of_key(key).touches(low, static_cast<int>(p.key_length) - 1)) return true;
-    if (!spans.has_intervals()) break;
+    if (lists.first_entry(mask_head, tile, range * kRangeQueries) <
+        lists.first_entry(mask_head, tile, (range + 1) * kRangeQueries))
+      return true;
   }
   return false;
+}
+
+// Does some query of the kv head's group see the key? Others stay out of the tile, since they need not be finite.
+__device__ __forceinline__ bool is_seen_key(const BackwardCall& call, int batch, int kv_head, int key) {
+  const AttentionParams& p = call.b.forward;
+  return key < p.key_length && has_bit(call.seen[(batch * p.kv_heads + kv_head) * call.seen_words + key / 32], key % 32);
 }
 
 }  // namespace dmattn::cuda::sm80

@@ -161,21 +161,17 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       }
     } else {
       int tile = work_tile.tile, from = 0, to = query_length;
-      uint32_t listed = 0xffffffffu;
       if constexpr (Traits::kGathersQueries) {
         // Late ranges of queries first, whose lists are long, and for each of them all tiles of keys.
         const QueryLists& lists = opaque_reload(&call)->live_keys.query_lists;
         from = (work.shares - 1 - tile / lists.tiles) * kRangeQueries, to = from + kRangeQueries, tile %= lists.tiles;
         const int64_t mask_head = lists.mask_head_of(work_tile.batch, work_tile.head);
         if (lists.first_entry(mask_head, tile, from) == lists.first_entry(mask_head, tile, to)) continue;
-        listed = lists.listed[mask_head * lists.tiles + tile];
       }
       const int first_key = tile * kKeys;
       load_key_tile<kDim, Traits>(
           call, maps, shared, tile_visit, work_tile, first_key, from, to,
           [&](int row) {
-            if (Traits::kGathersQueries && !has_bit(listed, row / kListedKeys) && !is_forced(p, work_tile.batch, first_key + row))
-              return -1;
             if (!call.seen) return first_key + row;
             const int seen_row = (work_tile.batch * static_cast<int>(p.heads) + work_tile.head) / call.heads_at_once;
             return has_bit(call.seen[seen_row * call.seen_words + (first_key + row) / 32], row % 32) ? first_key + row : -1;
