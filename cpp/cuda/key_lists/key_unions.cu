@@ -187,7 +187,7 @@ struct UnionRange {
 
 // Writes the keys of a range that some query sees, where each is a block of its own and nothing else hides keys: bits are what
 // queries see then, but for sinks and local keys. Returns how many there are.
-__device__ __forceinline__ int write_listed(const UnionRange& range, const OtherMasks& others, int words, int capacity,
+__device__ __forceinline__ int write_listed(const UnionRange& range, const OtherMasks& others, int words, int64_t capacity,
                                             int written, int& buffer, int32_t* keys, uint32_t* seen) {
   const int thread = static_cast<int>(threadIdx.x);
   const auto* const pieces = reinterpret_cast<const uint4*>(range.shared.pool);
@@ -228,7 +228,7 @@ __device__ __forceinline__ int write_listed(const UnionRange& range, const Other
         if (words == 1) {
           seen[to] = any[i];
         } else {
-          for (int word = 0; word < words; ++word) seen[static_cast<int64_t>(to) * words + word] = seen_bits(i, word);
+          for (int word = 0; word < words; ++word) seen[word * capacity + to] = seen_bits(i, word);
         }
       }
       ++to;
@@ -291,7 +291,7 @@ __device__ __forceinline__ void sort_by_groups(UnionShared& shared, const KeyUni
         uint32_t bits[kMostUnionWords];  // all are asked for before one is awaited
 #pragma unroll
         for (int word = 0; word < kMostUnionWords; ++word) {
-          bits[word] = word < words ? seen[static_cast<int64_t>(begin + i) * words + word] : 0;
+          bits[word] = word < words ? seen[word * unions.capacity + begin + i] : 0;
         }
         part.word(i, 0) = static_cast<uint32_t>(keys[begin + i]);
 #pragma unroll
@@ -332,7 +332,7 @@ __device__ __forceinline__ void sort_by_groups(UnionShared& shared, const KeyUni
       const ClassOrder order = {shared.class_chunks, shared.class_rest, classes, unions.chunk, c};
       const int to = begin + order.place_of(part.count_of(i / 32, c) + __popc(same & lanes_before()));
       keys[to] = static_cast<int32_t>(part.word(i, 0));
-      for (int word = 0; word < words; ++word) seen[static_cast<int64_t>(to) * words + word] = part.word(i, 1 + word);
+      for (int word = 0; word < words; ++word) seen[word * unions.capacity + to] = part.word(i, 1 + word);
     }
   }
 }
@@ -358,7 +358,7 @@ __global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __
   const int local_from = lists.local > 0 ? max(tile.index_low - lists.local + 1, 0) : key_length,
             local_to = lists.local > 0 ? tile.index_low + tile.queries : 0;
   int32_t* const keys = unions.key + blockIdx.x * unions.capacity;
-  uint32_t* const seen = unions.seen + blockIdx.x * unions.capacity * words;
+  uint32_t* const seen = unions.seen_of(blockIdx.x);
   int written = 0, buffer = 0;
 
   for (int first = 0; first < blocks; first += range) {
@@ -432,7 +432,7 @@ __global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __
         const Span span = others.spans.of_key(key);
         keys[to] = key;
         for (int word = 0; word < words; ++word) {
-          seen[static_cast<int64_t>(to) * words + word] = others.keep(here.listed_bits(block, key, word), span, key, word);
+          seen[word * unions.capacity + to] = others.keep(here.listed_bits(block, key, word), span, key, word);
         }
       }
       written += more;

@@ -24,7 +24,7 @@ inline constexpr int kMostUnionGroups = 4;  // into which the queries of a tile 
 // take turns, so that all groups have work.
 struct KeyUnions {
   int32_t* key = nullptr;    // [mask heads, tiles, capacity]; null: the call has no index lists
-  uint32_t* seen = nullptr;  // [mask heads, tiles, capacity, words]: query q of the tile sees the key where bit q is set
+  uint32_t* seen = nullptr;  // [mask heads, tiles, words, capacity]: query q of the tile sees the key where bit q is set
   int32_t* count = nullptr;  // [mask heads, tiles]
   int queries = 0, words = 0;
   int groups = 1, chunk = 0;  // groups of as many neighbouring queries each; keys of a chunk
@@ -37,6 +37,8 @@ struct KeyUnions {
     const int64_t mask_head = batch * batch_stride + head / static_cast<int>(head_divisor);
     return mask_head * tiles + (first_query / queries - first_tile);
   }
+  // Where the words of bits of list number `list` begin; from one word of a key to its next are `capacity`.
+  DMATTN_HOST_DEVICE uint32_t* seen_of(int64_t list) const { return seen + list * capacity * words; }
 };
 
 }  // namespace dmattn::cuda

@@ -162,28 +162,43 @@ __global__ __launch_bounds__(kThreads) void write_kernel(const __grid_constant__
   });
 }
 
-// Does a query of the head see the key of a tile?
+// How many of 32 ascending numbers, one of each lane, are less than `bound`? By a whole warp; bound differs between lanes.
+__device__ __forceinline__ int count_below(int number, int bound) {
+  int below = 0;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) below += __shfl_sync(0xffffffffu, number, below + step - 1) < bound ? step : 0;
+  return below + (__shfl_sync(0xffffffffu, number, below) < bound);
+}
+
+// Does a query of the head see the key of this lane? The keys of a warp are neighbours in a tile.
 __device__ __forceinline__ bool is_seen_by_some(const BackwardCall& call, int batch, int head, int tile, int key) {
   const AttentionParams& p = call.b.forward;
   const QueryLists& lists = call.live_keys.query_lists;
   const IndexLists& index = p.mask.index;
-  const int shift = static_cast<int>(p.key_length - p.query_length);
+  const int shift = static_cast<int>(p.key_length - p.query_length), queries = static_cast<int>(p.query_length);
   const Span span = SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key);
-  const int first = max(span.first - shift, 0), last = min(span.last - shift, static_cast<int>(p.query_length)) - 1;
-  if (first > last) return false;
-  // Of the queries first, .., last: sinks and local keys are forced, and of those that list a key the last are looked at first.
+  // The queries that may see the key are first, .., last - 1. Sinks and local keys need no list.
+  const int first = max(span.first - shift, 0), last = min(span.last - shift, queries);
   const int64_t first_local = int64_t{key} - local_shift(index, batch, shift);
-  if (key < index.sinks) return true;
-  if (index.local > 0 && first_local <= last && first_local + index.local > first) return true;
+  bool is_seen =
+      first < last && (key < index.sinks || (first_local < last && first_local + index.local > first && index.local > 0));
+  const bool is_open = first < last && !is_seen;
+  if (!__any_sync(0xffffffffu, is_open)) return is_seen;
+  // Of those that list the key the last are looked at first, 32 at a time.
   const int64_t mask_head = lists.mask_head_of(batch, head);
+  const int after = __reduce_max_sync(0xffffffffu, is_open ? last : 0) + kListQueries - 1;
+  const int begin = lists.first_entry(mask_head, tile, 0), lane = static_cast<int>(threadIdx.x) % 32;
   const uint32_t* const entries = lists.entries + mask_head * lists.capacity;
-  const int begin = lists.first_entry(mask_head, tile, first / kListQueries * kListQueries);
-  for (int at = lists.first_entry(mask_head, tile, (last / kListQueries + 1) * kListQueries) - 1; at >= begin; --at) {
-    const int query = static_cast<int>(entries[at] & kNoListedQuery);
-    if (query < first) return false;
-    if (query <= last && has_bit(entries[at], kListedQueryBits + key % kListedTileKeys / kListedKeys)) return true;
+  for (int at = lists.first_entry(mask_head, tile, after / kListQueries * kListQueries) - 32;; at -= 32) {
+    const uint32_t entry = at + lane >= begin ? entries[at + lane] : 0;
+    const int query = at + lane >= begin ? static_cast<int>(entry & kNoListedQuery) : -1;
+    const int bit = kListedQueryBits + key % kListedTileKeys / kListedKeys;  // the same for half of a warp
+    const uint32_t of_first = __ballot_sync(0xffffffffu, has_bit(entry, bit - lane / 16)),
+                   of_second = __ballot_sync(0xffffffffu, has_bit(entry, bit + 1 - lane / 16));
+    const int from = count_below(query, first), to = count_below(query, last);
+    is_seen |= is_open && from < to && ((lane < 16 ? of_first : of_second) & (0xffffffffu << from) & (0xffffffffu >> (32 - to)));
+    if (at <= begin || !__any_sync(0xffffffffu, is_open && !is_seen && from == 0)) return is_seen;
   }
-  return false;
 }
 
 // entries, intervals, causality -> seen [B, H / heads_at_once, seen_words]: which keys does some query of these heads see? Keys
@@ -194,12 +209,11 @@ __global__ __launch_bounds__(kListedTileKeys) void seen_kernel(const __grid_cons
   const int row = static_cast<int>(blockIdx.x) / tiles, rows = static_cast<int>(p.heads) / call.heads_at_once;
   const int batch = row / rows, first_head = row % rows * call.heads_at_once;
   const int thread = static_cast<int>(threadIdx.x), key = tile * kListedTileKeys + thread;
-  bool is_seen = key >= p.key_length;
-  for (int head = first_head; head < first_head + call.heads_at_once && !is_seen; ++head) {
-    is_seen = is_seen_by_some(call, batch, head, tile, key);
+  uint32_t seen = __ballot_sync(0xffffffffu, key >= p.key_length);
+  for (int head = first_head; head < first_head + call.heads_at_once && ~seen; ++head) {
+    seen |= __ballot_sync(0xffffffffu, is_seen_by_some(call, batch, head, tile, key));
   }
-  const uint32_t bits = __ballot_sync(0xffffffffu, is_seen);
-  if (thread % 32 == 0) call.seen[row * call.seen_words + key / 32] = bits;
+  if (thread % 32 == 0) call.seen[row * call.seen_words + key / 32] = seen;
 }
 
 }  // namespace

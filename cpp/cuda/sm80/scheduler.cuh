@@ -43,7 +43,8 @@ struct KeySources {
   const int32_t* index;  // the list of the segment
   const int2* span;
   int listed;
-  const uint32_t* union_seen;  // of a union: [listed, words]; null: the list is one of live keys
+  const uint32_t* union_seen;  // of a union: [words, union_capacity]; null: the list is one of live keys
+  int64_t union_capacity;
 };
 
 // How full the rings of gathered keys are.
@@ -276,7 +277,7 @@ class KeyScheduler {
       const KeyUnions& unions = live_keys.unions;
       const int64_t list = unions.list_of(batch, head, first_query);
       to.index = unions.key + list * unions.capacity, to.listed = unions.count[list];
-      to.union_seen = unions.seen + list * unions.capacity * unions.words;
+      to.union_seen = unions.seen_of(list), to.union_capacity = unions.capacity;
       return;
     }
     const int64_t mask_head = live_keys.mask_head_of(batch, head);
@@ -376,7 +377,7 @@ class KeyScheduler {
       stage.index[thread] = key;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
-        stage.union_seen[word][thread] = is_key ? sources().union_seen[static_cast<int64_t>(first + thread) * kWords + word] : 0;
+        stage.union_seen[word][thread] = is_key ? sources().union_seen[word * sources().union_capacity + first + thread] : 0;
       }
       if (sources().key_bias) {
         copy_async_4(shared_address(&stage.key_bias[thread]), sources().key_bias + max(key, 0), is_key);

@@ -38,11 +38,10 @@ __device__ __forceinline__ void load_key_tile(const BackwardCall& call, const Ba
     if constexpr (Traits::kIsUnion) {
       const KeyUnions& unions = opaque_reload(&call)->live_keys.unions;
       const int64_t list = unions.list_of(work_tile.batch, work_tile.head, from);
-      const uint32_t* const seen = unions.seen + (list * unions.capacity + first_place + row) * unions.words;
+      const uint32_t* const seen = unions.seen_of(list) + first_place + row;
       // Two words of 64 queries, or four of 128 (plan_unions_of_part).
-      const uint2* const pairs = reinterpret_cast<const uint2*>(seen);
-      const uint2 none = {0, 0}, first = key >= 0 ? pairs[0] : none, second = key >= 0 && unions.words > 2 ? pairs[1] : none;
-      *reinterpret_cast<uint4*>(descriptor.union_seen[row]) = {first.x, first.y, second.x, second.y};
+      const auto word = [&](int i) { return key >= 0 && i < unions.words ? seen[i * unions.capacity] : 0u; };
+      *reinterpret_cast<uint4*>(descriptor.union_seen[row]) = {word(0), word(1), word(2), word(3)};
     }
     bounds[0] = min(bounds[0], is_key ? span.first : kLastPosition);
     bounds[1] = max(bounds[1], is_key ? span.first : kLastPosition);
@@ -136,10 +135,10 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
               const KeyUnions& unions = opaque_reload(&call)->live_keys.unions;
               Span span = {kFirstPosition, kLastPosition};
               if (unions.groups == 1) return span;
-              const uint2* const pairs = reinterpret_cast<const uint2*>(unions.seen + (begin + base + row) * unions.words);
+              const uint32_t* const seen = unions.seen_of(list) + base + row;
               const int middle = from + unions.queries / 2 + static_cast<int>(p.key_length - p.query_length);
-              if ((pairs[0].x | pairs[0].y) == 0) span.first = middle;
-              if ((pairs[1].x | pairs[1].y) == 0) span.last = middle;
+              if ((seen[0] | seen[unions.capacity]) == 0) span.first = middle;
+              if ((seen[2 * unions.capacity] | seen[3 * unions.capacity]) == 0) span.last = middle;
               return span;
             });
       }

@@ -150,7 +150,10 @@ class Consumer {
     narrow();  // at the end the descriptor has no key_bias, and what is read is not used
     while (!(flags_ & kEnd)) {
       if constexpr (Traits::kIsUnion) {
-        if (leaves_out() && !leave_out_chunks()) continue;
+        if (leaves_out()) {
+          leave_out_chunks();
+          continue;
+        }
       }
       compute_chunk();
     }
@@ -189,7 +192,7 @@ class Consumer {
     return true;
   }
 
-  // The scores of chunk n beside the sums that are due.
+  // The scores of chunk n beside the sums of chunk n - 1.
   __device__ __forceinline__ void compute_chunk() {
     // Wait for the queries of the next tile, if chunk n is its first.
     if (is_first_) {
@@ -201,9 +204,9 @@ class Consumer {
     begin_products();
     // Issue scores = Q K^T of chunk n.
     begin_scores(tile_ + is_first_, n_ % kShape.stages);
-    // Wait for the values of the chunk whose sums are due, and issue out += weights V.
-    value_full_.wait_full(due());
-    products_.begin_sums(out_[0], weights_, due() % kShape.stages);
+    // Wait for the values of chunk n - 1, and issue out += weights V.
+    value_full_.wait_full(n_ - 1);
+    products_.begin_sums(out_[0], weights_, (n_ - 1) % kShape.stages);
     if (is_storing_) free_queries(tile_ - 1);
     read_pair_bias(pair_bias_, call_, work_, shared_, n_, flags_, tile_ + is_first_, group_ * 64 + warp_ * 16, row_, column_);
     // Wait for the scores; the keys' place is free.
@@ -218,7 +221,7 @@ class Consumer {
       if constexpr (Traits::kGathers) {  // such values are long in coming, so their place is freed early
         wait_products<0>();
         pin(out_[0]);
-        barrier_arrive(value_empty_.at(due()));
+        barrier_arrive(value_empty_.at(n_ - 1));
       }
     });
     // A dependency on the sums, which are never negative, so it adds 0: otherwise ptxas puts the exponentials behind the next
@@ -226,7 +229,6 @@ class Consumer {
     barrier_arrive(descriptor_empty_.at(n_) + (softmax_.sum[0][0] + softmax_.sum[0][1] < -1.0f));
     // Wait for the descriptor of chunk n + 1, then for the sums of chunk n - 1.
     const bool ends_tile = is_first_;
-    due_ = n_;
     look_ahead();
     wait_products<0>();
     pin(out_[0]);
@@ -248,17 +250,12 @@ class Consumer {
     return !(flags_ & (kFirst | kLast | kEnd)) && !has_bit(flags_ / kSeenByFirst, group_);
   }
 
-  // Says of the chunks from n on that are left out that their places are free. Their values are waited for, since a place is
-  // freed only once in each round of its ring. True: the sums of the chunk before them are still due, beside the scores of the
-  // one after them. False: they had to be added, because their values' place was wanted, and those scores are there.
-  __device__ __forceinline__ bool leave_out_chunks() {
-    bool is_due = true;
+  // Adds the sums of chunk n - 1, says of the chunks from n on that are left out that their places are free, and computes the
+  // scores of the one after them. The values of those are waited for, since a place is freed only once in each round of its ring.
+  __device__ __forceinline__ void leave_out_chunks() {
+    add_sums();
+    barrier_arrive(value_empty_.at(n_ - 1));
     for (; leaves_out(); look_ahead()) {
-      if (is_due && n_ - due() >= kShape.stages) {
-        add_sums();
-        barrier_arrive(value_empty_.at(due()));
-        is_due = false;
-      }
       value_full_.wait_full(n_);
       barrier_arrive(key_empty_.at(n_));
       barrier_arrive(value_empty_.at(n_));
@@ -268,7 +265,6 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < kN; ++i) read_bias(scores_[0], shared_.descriptors[n_ % kShape.descriptors], column_, i);
     }
-    if (is_due) return true;
     pin(scores_[0]);
     begin_products();
     begin_scores(tile_, n_ % kShape.stages);
@@ -278,11 +274,9 @@ class Consumer {
     if (!kByCopy && flags_ & kLast) free_queries(tile_);
     weigh(tile_, [] {});
     barrier_arrive(descriptor_empty_.at(n_));
-    due_ = n_;
     look_ahead();
     if (moves_) Softmax::rescale(out_[0], factor_);
     narrow();
-    return false;
   }
 
   // Adds the last chunk, and stores the last tile.
@@ -292,15 +286,12 @@ class Consumer {
     if (kByCopy && lane_ == 0) wait_stores_read();
   }
 
-  // The chunk whose sums are due: n - 1, or the one before the chunks in front of n that were left out.
-  __device__ __forceinline__ uint32_t due() const { return Traits::kIsUnion ? due_ : n_ - 1; }
-
-  // The sums of that chunk, beside which nothing else runs.
+  // The sums of chunk n - 1, beside which nothing else runs.
   __device__ __forceinline__ void add_sums() {
-    value_full_.wait_full(due());
+    value_full_.wait_full(n_ - 1);
     pin(out_[0]);
     begin_products();
-    products_.begin_sums(out_[0], weights_, due() % kShape.stages);
+    products_.begin_sums(out_[0], weights_, (n_ - 1) % kShape.stages);
     wait_products<0>();
     pin(out_[0]);
     if (is_storing_) free_queries(tile_ - 1);
@@ -360,7 +351,6 @@ class Consumer {
   float factor_[2];
   bool moves_ = false;                     // has a maximum moved?
   uint32_t n_ = 0, tile_ = 0, flags_ = 0;  // the chunk, the tile of the chunk before, the flags of the chunk
-  uint32_t due_ = 0;                       // of unions: the chunk whose sums are due
   bool is_first_ = false;                  // chunk n belongs to the next tile
   bool is_storing_ = false;
 };

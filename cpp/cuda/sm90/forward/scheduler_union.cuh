@@ -48,7 +48,7 @@ __device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
   const KeyUnions& unions = call_.live_keys.unions;
   const int64_t list = unions.list_of(batch_, head_, first_query_);
   const int32_t* const keys = unions.key + list * unions.capacity;
-  const uint32_t* const bits = unions.seen + list * unions.capacity * unions.words;
+  const uint32_t* const bits = unions.seen_of(list);
   const int count = unions.count[list], shift = work_.log2_heads_per_tile;
   int key[kRowsPerThread];
   uint32_t seen[kRowsPerThread][kWords];
@@ -61,7 +61,7 @@ __device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
       key[i] = is_key ? keys[at] : 0;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
-        seen[i][word] = is_key && word < unions.words ? bits[static_cast<int64_t>(at) * unions.words + word] : 0;
+        seen[i][word] = is_key && word < unions.words ? bits[word * unions.capacity + at] : 0;
       }
     }
   };
