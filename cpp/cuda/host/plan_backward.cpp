@@ -393,12 +393,7 @@ BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, 
                adds_queries = is_listed || !adds_keys;
     if (adds_queries && !is_listed) plan_backward_dkdv(p, target, smem_budget, false, plan);
     if (!adds_queries) plan_backward_dq(p, target, smem_budget, is_gathered, plan);
-    if (plan.keys == KeySource::kUnions) {
-      plan.unions = plan_unions(p, plan.backward_dq_tile.rows, workspace.bytes);
-      constexpr int kQueriesOfWarp = 32;
-      const bool sorts = plan.backward_dq.traits == kUnionTraits && !b.deterministic;
-      if (sorts) plan.unions.groups = plan.backward_dq_tile.rows / kQueriesOfWarp, plan.unions.chunk = plan.backward_dq_tile.keys;
-    }
+    if (plan.keys == KeySource::kUnions) plan.unions = plan_unions(p, plan.backward_dq_tile.rows, workspace.bytes);
     const auto add_sums = [&](int64_t rows, int64_t width) {
       return add_region(workspace.bytes, (rows + 1) * width * kFloatBytes);
     };

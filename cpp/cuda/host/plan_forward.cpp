@@ -248,7 +248,6 @@ ForwardPlan plan_sm80(const AttentionParams& p, const Target& target, const char
   if (has_unions) {
     plan.keys = KeySource::kUnions, plan.why.keys = kWhyUnions;
     plan.unions = plan_unions(p, plan.tile.rows, plan.workspace.bytes);
-    if (plan.instance.traits == kUnionTraits) plan.unions.groups = shape.warps, plan.unions.chunk = plan.tile.keys;
   } else if (gathers(p)) {
     KeyListOptions options;
     options.lengthens = true;

@@ -20,12 +20,47 @@ constexpr int kPoolWords = 16 * 1024;                                     // of 
 constexpr int kEntriesAtOnce = 128;                                       // of a query's list, by a warp: four a lane
 constexpr int kAtOnce = 4;                                                // keys or blocks of keys that a thread looks at
 
+// A class of keys is the groups of queries that see them, a bit each. Keys are sorted so: first whole chunks of the classes that
+// most groups see, those of as many groups by turns, then what is left of all classes.
+struct ClassOrder {
+  static constexpr int kClasses = 1 << kMostUnionGroups, kMostChunks = kPoolWords / 64;
+  int chunks[kClasses], rest[kClasses];             // whole chunks of keys that a class has, and keys beside them
+  int first_chunk[kClasses], first_rest[kClasses];  // where in `places` its chunks are, and where the rest of its keys goes
+  uint16_t places[kMostChunks];                     // of whole chunks, counted in chunks
+
+  // Finds places, of which each thread takes one, when chunks and rest are there.
+  __device__ __forceinline__ void find_places(int classes, int chunk) {
+    const int i = static_cast<int>(threadIdx.x);
+    int all = 0, c = 0, turn = 0, rest_before = 0;
+    for (int other = 1; other < classes; ++other) {
+      if (i == other) first_chunk[i] = all;
+      if (i >= all && i < all + chunks[other]) c = other, turn = i - all;
+      rest_before += other < i ? rest[other] : 0;
+      all += chunks[other];
+    }
+    if (i > 0 && i < classes) first_rest[i] = all * chunk + rest_before;
+    int before = 0;
+    for (int other = 1; other < classes; ++other) {
+      if (__popc(other) > __popc(c)) before += chunks[other];
+      if (__popc(other) == __popc(c)) before += min(chunks[other], turn + (other < c));
+    }
+    if (i < all) places[i] = static_cast<uint16_t>(before);
+  }
+  // The place of key number i of class c.
+  __device__ __forceinline__ int place_of(int c, int i, int chunk) const {
+    const int number = i / chunk;
+    return number < chunks[c] ? places[first_chunk[c] + number] * chunk + i - number * chunk
+                              : first_rest[c] + i - chunks[c] * chunk;
+  }
+};
+static_assert(ClassOrder::kMostChunks <= kThreads);
+
 struct UnionShared {
   uint32_t pool[kPoolWords];    // [words, blocks of the range]
   uint16_t needed[kPoolWords];  // the blocks of the range that are in the union
   int used[kMostUnionQueries];  // entries at the head of a list that lie before the range; -1: the list is not sorted
   int warp_counts[2][kWarps];
-  int class_chunks[1 << kMostUnionGroups], class_rest[1 << kMostUnionGroups];  // of the keys that are sorted at a time
+  ClassOrder order;  // of the keys that are sorted at a time
 };
 
 // The bits from `first` on, none when first is 32 or more, all when it is 0 or less.
@@ -239,10 +274,9 @@ __device__ __forceinline__ int write_listed(const UnionRange& range, const Other
 }
 
 // The part of a union that is sorted at a time, in the place of the bits: key and seen, a word for each key in each of them. In
-// the place of the blocks that are needed, what groups see each key, and for each 32 keys how many there are of each class: a
-// class is the groups that see a key, a bit each.
+// the place of the blocks that are needed, the class of each key, and for each 32 keys how many there are of each class.
 struct SortedPart {
-  static constexpr int kClasses = 1 << kMostUnionGroups, kMostKeys = kPoolWords / 2;
+  static constexpr int kClasses = ClassOrder::kClasses, kMostKeys = kPoolWords / 2;
   UnionShared& shared;
   int stride;  // from one word to the next
 
@@ -250,87 +284,90 @@ struct SortedPart {
   __device__ __forceinline__ uint16_t& class_of(int i) const { return shared.needed[i]; }
   __device__ __forceinline__ uint16_t& count_of(int row, int c) const { return shared.needed[kMostKeys + row * kClasses + c]; }
 };
-static_assert(SortedPart::kMostKeys + SortedPart::kMostKeys / 32 * SortedPart::kClasses <= kPoolWords &&
-              SortedPart::kClasses <= kWarps);
+static_assert(SortedPart::kMostKeys + SortedPart::kMostKeys / 32 * SortedPart::kClasses <= kPoolWords);
 
-// Where keys of class c go: first whole chunks of the classes that most groups see, classes of as many groups by turns, then what
-// is left of all classes. chunks, rest: how many whole chunks of keys each class has, and how many keys beside them.
-struct ClassOrder {
-  const int (&chunks)[SortedPart::kClasses];
-  const int (&rest)[SortedPart::kClasses];
-  const int classes, chunk, c;  // classes: one more than the last
-
-  // The place of key number i of the class.
-  __device__ __forceinline__ int place_of(int i) const {
-    const int turn = i / chunk, level = __popc(c);
-    const bool is_rest = turn >= chunks[c];
-    int chunks_before = 0, rest_before = 0;
-    for (int other = 1; other < classes; ++other) {
-      const bool is_before = is_rest || __popc(other) > level;
-      const int by_turns = __popc(other) == level ? min(chunks[other], turn + (other < c)) : 0;
-      chunks_before += is_before ? chunks[other] : by_turns;
-      rest_before += other < c ? rest[other] : 0;
+// Reads a part of a union, of `count` keys, and finds their classes.
+__device__ __forceinline__ void read_classes(const SortedPart& part, const KeyUnions& unions, const int32_t* keys,
+                                             const uint32_t* seen, int count) {
+  const int of_group = unions.queries / unions.groups, lane = static_cast<int>(threadIdx.x) % 32;
+  uint32_t group_bits[kMostUnionGroups][kMostUnionWords];
+#pragma unroll
+  for (int group = 0; group < kMostUnionGroups; ++group) {
+#pragma unroll
+    for (int word = 0; word < kMostUnionWords; ++word) {
+      group_bits[group][word] = group < unions.groups ? bits_between(group * of_group, (group + 1) * of_group, word) : 0;
     }
-    return chunks_before * chunk + (is_rest ? rest_before + i - chunks[c] * chunk : i - turn * chunk);
   }
-};
+  for (int i = static_cast<int>(threadIdx.x); i < (count + 31) / 32 * 32; i += kThreads) {
+    uint32_t of_group[kMostUnionGroups] = {};
+    if (i < count) {
+      part.word(i, 0) = static_cast<uint32_t>(keys[i]);
+#pragma unroll
+      for (int word = 0; word < kMostUnionWords; ++word) {
+        if (word >= unions.words) break;
+        const uint32_t bits = seen[word * unions.capacity + i];
+        part.word(i, 1 + word) = bits;
+#pragma unroll
+        for (int group = 0; group < kMostUnionGroups; ++group) of_group[group] |= bits & group_bits[group][word];
+      }
+    }
+    int c = 0;
+#pragma unroll
+    for (int group = 0; group < kMostUnionGroups; ++group) c |= of_group[group] ? 1 << group : 0;
+    if (i < count) part.class_of(i) = static_cast<uint16_t>(c);
+    int own = 0;  // how many of the 32 keys are of the class that has the lane's number
+#pragma unroll
+    for (int other = 1; other < SortedPart::kClasses; ++other) {
+      const uint32_t same = __ballot_sync(0xffffffffu, c == other);
+      own = lane == other ? __popc(same) : own;
+    }
+    if (lane < SortedPart::kClasses) part.count_of(i / 32, lane) = static_cast<uint16_t>(own);
+  }
+}
+
+// Replaces the counts of class c by the sums of those of the rows before them; returns the sum of all. By a warp.
+__device__ __forceinline__ int sum_counts(const SortedPart& part, int c, int rows) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int before = 0;
+  for (int row = lane; row - lane < rows; row += 32) {
+    const int own = row < rows ? part.count_of(row, c) : 0;
+    int sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, step);
+      sum += lane >= step ? other : 0;
+    }
+    if (row < rows) part.count_of(row, c) = static_cast<uint16_t>(before + sum - own);
+    before += __shfl_sync(0xffffffffu, sum, 31);
+  }
+  return before;
+}
 
 // Sorts the keys of a union by the groups of queries that see them, as many at a time as there is room for.
 __device__ __forceinline__ void sort_by_groups(UnionShared& shared, const KeyUnions& unions, int32_t* keys, uint32_t* seen,
                                                int written) {
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int classes = 1 << unions.groups, words = unions.words, of_group = unions.queries / unions.groups;
-  const int most = min(kPoolWords / (1 + words), SortedPart::kMostKeys) / unions.chunk * unions.chunk;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, chunk = unions.chunk;
+  const int classes = 1 << unions.groups, words = unions.words;
+  const int most = min(kPoolWords / (1 + words), SortedPart::kMostKeys) / chunk * chunk;
   const SortedPart part{shared, most};
-  for (int begin = 0; begin < written; begin += most) {
-    const int count = min(most, written - begin), rows = (count + 31) / 32;
+  ClassOrder& order = shared.order;
+  for (int left = written; left > 0; left -= most, keys += most, seen += most) {
+    const int count = min(most, left), rows = (count + 31) / 32;
     __syncthreads();  // what other threads wrote is there, and nobody reads the part before
-    for (int i = thread; i < rows * 32; i += kThreads) {
-      int c = 0;
-      if (i < count) {
-        uint32_t bits[kMostUnionWords];  // all are asked for before one is awaited
-#pragma unroll
-        for (int word = 0; word < kMostUnionWords; ++word) {
-          bits[word] = word < words ? seen[word * unions.capacity + begin + i] : 0;
-        }
-        part.word(i, 0) = static_cast<uint32_t>(keys[begin + i]);
-#pragma unroll
-        for (int word = 0; word < kMostUnionWords; ++word) {
-          if (word < words) part.word(i, 1 + word) = bits[word];
-          for (int group = 0; group < unions.groups; ++group) {
-            if (bits[word] & bits_between(group * of_group, (group + 1) * of_group, word)) c |= 1 << group;
-          }
-        }
-        part.class_of(i) = static_cast<uint16_t>(c);
-      }
-      for (int other = 1; other < classes; ++other) {
-        const uint32_t same = __ballot_sync(0xffffffffu, c == other);
-        if (lane == other) part.count_of(i / 32, other) = static_cast<uint16_t>(__popc(same));
-      }
+    read_classes(part, unions, keys, seen, count);
+    __syncthreads();
+    if (warp > 0 && warp < classes) {
+      const int all = sum_counts(part, warp, rows);
+      if (thread % 32 == 0) order.chunks[warp] = all / chunk, order.rest[warp] = all % chunk;
     }
     __syncthreads();
-    // Of each class, how many lie before the rows; a warp takes a class. Sums of the rows before them replace the numbers.
-    if (warp > 0 && warp < classes) {
-      int before = 0;
-      for (int row = 0; row < rows; row += 32) {
-        const int own = row + lane < rows ? part.count_of(row + lane, warp) : 0;
-        int sum = own;
-        for (int step = 1; step < 32; step *= 2) {
-          const int other = __shfl_up_sync(0xffffffffu, sum, step);
-          sum += lane >= step ? other : 0;
-        }
-        if (row + lane < rows) part.count_of(row + lane, warp) = static_cast<uint16_t>(before + sum - own);
-        before += __shfl_sync(0xffffffffu, sum, 31);
-      }
-      if (lane == 0) shared.class_chunks[warp] = before / unions.chunk, shared.class_rest[warp] = before % unions.chunk;
-    }
+    order.find_places(classes, chunk);
     __syncthreads();
     for (int i = thread; i < rows * 32; i += kThreads) {
       const int c = i < count ? part.class_of(i) : 0;
       const uint32_t same = __match_any_sync(0xffffffffu, c);
-      if (c == 0 || shared.class_chunks[c] * unions.chunk + shared.class_rest[c] == count) continue;  // all are of one class
-      const ClassOrder order = {shared.class_chunks, shared.class_rest, classes, unions.chunk, c};
-      const int to = begin + order.place_of(part.count_of(i / 32, c) + __popc(same & lanes_before()));
+      if (c == 0) continue;
+      const int to = order.place_of(c, part.count_of(i / 32, c) + __popc(same & lanes_before()), chunk);
       keys[to] = static_cast<int32_t>(part.word(i, 0));
       for (int word = 0; word < words; ++word) seen[word * unions.capacity + to] = part.word(i, 1 + word);
     }

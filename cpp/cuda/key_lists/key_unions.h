@@ -14,7 +14,7 @@ namespace dmattn::cuda {
 
 inline constexpr int kMostUnionQueries = 192;  // of a tile
 inline constexpr int kMostUnionWords = kMostUnionQueries / 32;
-inline constexpr int kMostUnionGroups = 4;  // into which the queries of a tile are divided
+inline constexpr int kMostUnionGroups = 3;  // into which the queries of a tile are divided
 
 // One list for each tile of `queries` neighbouring queries of a mask head, of `tiles` tiles at a time: as many as the workspace
 // has room for. There are as many mask heads as the masks of a call together tell apart.

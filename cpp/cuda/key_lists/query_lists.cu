@@ -6,6 +6,7 @@
 // one is repeated.
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
+#include <numeric>
 
 #include "../calls.h"
 #include "../common/dependent_launch.cuh"
@@ -202,26 +203,29 @@ __device__ __forceinline__ bool is_seen_by_some(const BackwardCall& call, int ba
 }
 
 // entries, intervals, causality -> seen [B, H / heads_at_once, seen_words]: which keys does some query of these heads see? Keys
-// beyond the end count as seen, so that the last tile has no gaps. A block for each tile of heads_at_once heads.
-__global__ __launch_bounds__(kListedTileKeys) void seen_kernel(const __grid_constant__ BackwardCall call) {
+// beyond the end count as seen, so that the last tile has no gaps. A block for each tile of as many heads as share a row of bits,
+// or see the same: every `alike` of them do.
+__global__ __launch_bounds__(kListedTileKeys) void seen_kernel(const __grid_constant__ BackwardCall call, int alike) {
   const AttentionParams& p = call.b.forward;
   const int tiles = call.live_keys.query_lists.tiles, tile = static_cast<int>(blockIdx.x) % tiles;
-  const int row = static_cast<int>(blockIdx.x) / tiles, rows = static_cast<int>(p.heads) / call.heads_at_once;
-  const int batch = row / rows, first_head = row % rows * call.heads_at_once;
-  const int thread = static_cast<int>(threadIdx.x), key = tile * kListedTileKeys + thread;
+  const int heads = max(call.heads_at_once, alike), of_batch = static_cast<int>(p.heads) / heads;
+  const int set = static_cast<int>(blockIdx.x) / tiles, batch = set / of_batch, first_head = set % of_batch * heads;
+  const int thread = static_cast<int>(threadIdx.x), key = tile * kListedTileKeys + thread, rows = heads / call.heads_at_once;
   uint32_t seen = __ballot_sync(0xffffffffu, key >= p.key_length);
-  for (int head = first_head; head < first_head + call.heads_at_once && ~seen; ++head) {
+  for (int head = first_head; head < first_head + heads && ~seen; head += alike) {
     seen |= __ballot_sync(0xffffffffu, is_seen_by_some(call, batch, head, tile, key));
   }
-  if (thread % 32 == 0) call.seen[row * call.seen_words + key / 32] = seen;
+  for (int row = thread % 32; row < rows; row += 32) call.seen[(set * rows + row) * call.seen_words + key / 32] = seen;
 }
 
 }  // namespace
 
 cudaError_t launch_listed_seen(const BackwardCall& call, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
-  const int64_t blocks = call.live_keys.query_lists.tiles * (p.batch * p.heads / call.heads_at_once);
-  seen_kernel<<<grid_of(blocks), kListedTileKeys, 0, stream>>>(call);
+  int64_t alike = std::gcd(p.heads, call.live_keys.query_lists.head_divisor);  // heads whose lists and intervals are the same
+  for (const PerHead* row : {&p.mask.start, &p.mask.end}) alike = row->data ? std::gcd(alike, row->head_divisor) : alike;
+  const int64_t sets = p.batch * p.heads / std::max<int64_t>(alike, call.heads_at_once);
+  seen_kernel<<<grid_of(call.live_keys.query_lists.tiles * sets), kListedTileKeys, 0, stream>>>(call, static_cast<int>(alike));
   return cudaGetLastError();
 }
 

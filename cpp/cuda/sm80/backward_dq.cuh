@@ -92,13 +92,12 @@ __device__ __forceinline__ void add_bias_in_order(const Shared& shared, const St
 
 // Scores and their gradients of a chunk of keys against the tile of queries: probabilities and score gradients to shared memory.
 // Of a block of scores the warp has the rows from warp_row and the columns from warp_column on. grad_key_bias: of the head, null:
-// not wanted. rows_are_huge: some lse may be. is_seen: false where the warp's queries see nothing of the chunk; it puts zeros
-// then.
+// not wanted. rows_are_huge: some lse may be.
 template <class T, int kDim, class Traits, class Shared, class Scheduler, class Stage, int kM>
 __device__ __forceinline__ void put_chunk(const BackwardCall& call, Shared& shared, const Scheduler& scheduler,
                                           const Stage& stage, const Chunk& chunk, const QueryTerms<kM>& terms, int batch,
                                           int head, int first_query, uint32_t key_tile, int warp_row, int warp_column, int lane,
-                                          bool rows_are_huge, bool is_seen, float* grad_key_bias) {
+                                          bool rows_are_huge, float* grad_key_bias) {
   constexpr int kN = Shared::kN, kWidth = Shared::kWidth;
   const AttentionParams& p = call.b.forward;
   const uint32_t query_tile = shared_address(shared.query), grad_out_tile = shared_address(shared.grad_out),
@@ -106,11 +105,6 @@ __device__ __forceinline__ void put_chunk(const BackwardCall& call, Shared& shar
   const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
   float scores[kM][kN][4], grad_scores[kM][kN][4];
   clear(scores);
-  if (!is_seen) {
-    put_tile<T, kWidth>(probability_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
-    put_tile<T, kWidth>(grad_score_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
-    return;
-  }
   multiply_by_rows<T, kDim / 16>(scores, Fragment<kDim>::tall(query_tile, warp_row, 0),
                                  Fragment<kDim>::wide(key_tile, warp_column, 0));
   if (Traits::kIsUnion) {
@@ -159,25 +153,6 @@ __device__ __forceinline__ void put_chunk(const BackwardCall& call, Shared& shar
   if (Traits::kLogits == Logits::kAny)
     put_tile<T, kWidth>(probability_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
   put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
-}
-
-// Writes grad_query of the tile, of which the warp has rows from warp_row and columns from `column` on, by way of the queries'
-// place.
-template <class T, int kDim, class Shared, int kM, int kDimN>
-__device__ __forceinline__ void store_grad_query(const BackwardCall& call, Shared& shared,
-                                                 const float (&grad_query)[kM][kDimN][4], const QueryTerms<kM>& terms, int batch,
-                                                 int head, int first_query, int warp_row, int column) {
-  const AttentionParams& p = call.b.forward;
-  copy_async_wait<0>();
-  __syncthreads();
-  put_tile<T, kDim>(shared_address(shared.query), grad_query, warp_row, column,
-                    [&](int m, int r) { return terms.lse2[m][r] == -negative_infinity() ? 0.0f : call.scale; });
-  __syncthreads();
-  store_tile<kDim, Shared::kShape.warps * 32, Shared::kShape.queries>(shared.query, static_cast<int>(p.head_dim), [&](int r) {
-    const int query = first_query + r;
-    return query < p.query_length ? rows_of_head(call.b.grad_query, batch, head) + query * call.b.grad_query.row_stride * 2
-                                  : nullptr;
-  });
 }
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_query [B, H,
@@ -250,10 +225,8 @@ __global__ __launch_bounds__(
     __syncthreads();
 
     // Scores and their gradients, to shared memory.
-    bool is_seen = true;
-    if constexpr (Traits::kIsUnion) is_seen = is_ordered || sees_some<kM * 16>(stage, warp / kColumns);
     put_chunk<T, kDim, Traits>(call, shared, scheduler, stage, chunk, terms, batch, head, first_query, key_tile, warp_row,
-                               warp_column, lane, rows_are_huge, is_seen, grad_key_bias);
+                               warp_column, lane, rows_are_huge, grad_key_bias);
     __syncthreads();
     if (is_ordered && Traits::kBias != Bias::kNone && grad_key_bias) add_bias_in_order(shared, stage, p, grad_key_bias);
 
@@ -276,12 +249,8 @@ __global__ __launch_bounds__(
       clear(grad_key);
       accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part,
                                                   AddRows<2, kRowN>{grad_value, value_rows, row_part, value_width});
-      const AddRows<2, kRowN> add{grad_key, key_rows, row_part, key_width};
-      if (is_seen) {
-        accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query, add);
-      } else {
-        add(0, 1);
-      }
+      accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query,
+                                                       AddRows<2, kRowN>{grad_key, key_rows, row_part, key_width});
     } else {
       accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query);
     }
@@ -296,7 +265,16 @@ __global__ __launch_bounds__(
   }
   if (is_ordered) order.finish();
 
-  store_grad_query<T, kDim>(call, shared, grad_query, terms, batch, head, first_query, warp_row, warp % kColumns * kDimN * 8);
+  copy_async_wait<0>();
+  __syncthreads();
+  put_tile<T, kDim>(query_tile, grad_query, warp_row, warp % kColumns * kDimN * 8,
+                    [&](int m, int r) { return terms.lse2[m][r] == -negative_infinity() ? 0.0f : call.scale; });
+  __syncthreads();
+  store_tile<kDim, kThreads, kShape.queries>(shared.query, head_dim, [&](int r) {
+    const int query = first_query + r;
+    return query < p.query_length ? rows_of_head(call.b.grad_query, batch, head) + query * call.b.grad_query.row_stride * 2
+                                  : nullptr;
+  });
 }
 
 template <class T, int kDim, class Traits, SmemBudget kSmemBudget>

@@ -139,26 +139,21 @@ __global__ __launch_bounds__(
     // Scheduling gathered keys needs many registers, so it is done here, where few are in use.
     if (Traits::kGathers) has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
 
-    // A warp leaves out a chunk of a union of which its queries see nothing.
-    bool is_seen = true;
-    if constexpr (Traits::kIsUnion) is_seen = sees_some<kM * 16>(stage, warp);
+    // Multiply scores = Q K^T.
     float scores[kM][kN][4];
-    [[maybe_unused]] const auto key_of = [&](int at) { return scheduler.key_of(stage, chunk, at); };
-    if (is_seen) {
-      // Multiply scores = Q K^T.
-      clear(scores);
-      multiply_by_rows<T, kDim / 16>(scores, queries(), key_fragment);
+    clear(scores);
+    multiply_by_rows<T, kDim / 16>(scores, queries(), key_fragment);
 
-      // Add biases, and cap the scores.
-      if constexpr (Traits::kBias == Bias::kKey) add_key_bias(scores, stage.key_bias, column, call.scale);
-      if constexpr (Traits::kLogits == Logits::kAny)
-        add_terms<T>(scores, p, stage.key_bias, batch, head, first_query + tile_row, column, key_of);
-      // Hide what some queries of the tile do not see.
-      if (scheduler.is_union()) {
-        hide_of_union(scores, stage, tile_row, column);
-      } else if (scheduler.needs_test(stage, chunk)) {
-        hide(scores, stage, chunk, tile_row, column, scheduler.low());
-      }
+    // Add biases, and cap the scores.
+    [[maybe_unused]] const auto key_of = [&](int at) { return scheduler.key_of(stage, chunk, at); };
+    if constexpr (Traits::kBias == Bias::kKey) add_key_bias(scores, stage.key_bias, column, call.scale);
+    if constexpr (Traits::kLogits == Logits::kAny)
+      add_terms<T>(scores, p, stage.key_bias, batch, head, first_query + tile_row, column, key_of);
+    // Hide what some queries of the tile do not see.
+    if (scheduler.is_union()) {
+      hide_of_union(scores, stage, tile_row, column);
+    } else if (scheduler.needs_test(stage, chunk)) {
+      hide(scores, stage, chunk, tile_row, column, scheduler.low());
     }
 
     // Wait for the values; no warp reads these keys any more, so start the copies of the next ones.
@@ -168,16 +163,14 @@ __global__ __launch_bounds__(
     if (has_chunk) scheduler.template load_keys<kDim>(key_tile, shared.stage[buffer ^ 1], coming);
     copy_async_commit();
 
-    if (is_seen) {
-      // Turn scores into weights, and rescale the sums if a maximum moved.
-      softmax.update(scores, call.scale_2, out);
-      if constexpr (Traits::kLogits == Logits::kAny)
-        drop_weights(scores, Dropout(p, batch, head), first_query + tile_row, column, key_of);
-      // Multiply out += weights V.
-      multiply_by_columns<T, kShape.keys / 16>(
-          out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(scores[m], k, a); },
-          Fragment<kDim>::tall(value_tile, 0, 0, (Traits::kGathers || kN == 16 ? thread_index() : threadIdx.x) % 32));
-    }
+    // Turn scores into weights, and rescale the sums if a maximum moved.
+    softmax.update(scores, call.scale_2, out);
+    if constexpr (Traits::kLogits == Logits::kAny)
+      drop_weights(scores, Dropout(p, batch, head), first_query + tile_row, column, key_of);
+    // Multiply out += weights V.
+    multiply_by_columns<T, kShape.keys / 16>(
+        out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(scores[m], k, a); },
+        Fragment<kDim>::tall(value_tile, 0, 0, (Traits::kGathers || kN == 16 ? thread_index() : threadIdx.x) % 32));
     chunk = coming;
     buffer ^= 1;
   }

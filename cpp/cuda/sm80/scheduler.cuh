@@ -465,14 +465,4 @@ __device__ __forceinline__ void hide_of_union(float (&scores)[kM][kN][4], const 
   }
 }
 
-// Does some query of the warp, which has kRows of them, see a key of a chunk of a union? By all lanes.
-template <int kRows, int kQueries, int kKeys>
-__device__ __forceinline__ bool sees_some(const KeyStage<kQueries, kKeys>& stage, int warp) {
-  static_assert(kRows == 32 && kKeys % 32 == 0);
-  uint32_t bits = 0;
-#pragma unroll
-  for (int key = 0; key < kKeys; key += 32) bits |= stage.union_seen[warp][key + static_cast<int>(thread_index() % 32)];
-  return __any_sync(0xffffffffu, bits != 0);
-}
-
 }  // namespace dmattn::cuda::sm80
