@@ -185,20 +185,36 @@ __device__ __forceinline__ bool is_seen_by_some(const BackwardCall& call, int ba
       first < last && (key < index.sinks || (first_local < last && first_local + index.local > first && index.local > 0));
   const bool is_open = first < last && !is_seen;
   if (!__any_sync(0xffffffffu, is_open)) return is_seen;
-  // Of those that list the key the last are looked at first, 32 at a time.
+  // Of those that list the key the last are looked at first, 32 at a time. More are asked for at once, since a key that few list
+  // may be far.
+  constexpr int kAtOnce = 8;
   const int64_t mask_head = lists.mask_head_of(batch, head);
   const int after = __reduce_max_sync(0xffffffffu, is_open ? last : 0) + kListQueries - 1;
   const int begin = lists.first_entry(mask_head, tile, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  const int bit = kListedQueryBits + key % kListedTileKeys / kListedKeys, first_bit = bit - lane / 16;  // of the first 16 lanes
   const uint32_t* const entries = lists.entries + mask_head * lists.capacity;
-  for (int at = lists.first_entry(mask_head, tile, after / kListQueries * kListQueries) - 32;; at -= 32) {
-    const uint32_t entry = at + lane >= begin ? entries[at + lane] : 0;
-    const int query = at + lane >= begin ? static_cast<int>(entry & kNoListedQuery) : -1;
-    const int bit = kListedQueryBits + key % kListedTileKeys / kListedKeys;  // the same for half of a warp
-    const uint32_t of_first = __ballot_sync(0xffffffffu, has_bit(entry, bit - lane / 16)),
-                   of_second = __ballot_sync(0xffffffffu, has_bit(entry, bit + 1 - lane / 16));
-    const int from = count_below(query, first), to = count_below(query, last);
-    is_seen |= is_open && from < to && ((lane < 16 ? of_first : of_second) & (0xffffffffu << from) & (0xffffffffu >> (32 - to)));
-    if (at <= begin || !__any_sync(0xffffffffu, is_open && !is_seen && from == 0)) return is_seen;
+  for (int end = lists.first_entry(mask_head, tile, after / kListQueries * kListQueries);; end -= 32 * kAtOnce) {
+    uint32_t entry[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = end - 32 * (i + 1) + lane;
+      entry[i] = at >= begin ? entries[at] : 0;
+    }
+    int earliest = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int query = end - 32 * (i + 1) + lane >= begin ? static_cast<int>(entry[i] & kNoListedQuery) : -1;
+      const uint32_t of_first = __ballot_sync(0xffffffffu, has_bit(entry[i], first_bit)),
+                     of_second = __ballot_sync(0xffffffffu, has_bit(entry[i], first_bit + 1));
+      earliest = query;
+      if ((of_first | of_second) == 0) continue;
+      const int from = count_below(query, first), to = count_below(query, last);
+      const uint32_t listing = lane < 16 ? of_first : of_second;
+      is_seen |= is_open && from < to && (listing & (0xffffffffu << from) & (0xffffffffu >> (32 - to)));
+      if (!__any_sync(0xffffffffu, is_open && !is_seen)) return is_seen;
+    }
+    earliest = __shfl_sync(0xffffffffu, earliest, 0);
+    if (end - 32 * kAtOnce <= begin || !__any_sync(0xffffffffu, is_open && !is_seen && first <= earliest)) return is_seen;
   }
 }
 
