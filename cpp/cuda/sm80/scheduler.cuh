@@ -373,12 +373,15 @@ class KeyScheduler {
     if (first >= sources().listed) return false;
     if (thread < kKeys) {
       const bool is_key = first + thread < sources().listed;
-      const int key = is_key ? sources().index[first + thread] : -1;
-      stage.index[thread] = key;
+      const uint32_t* from = sources().union_seen + first + thread;
+      const int64_t capacity = sources().union_capacity;
+      uint32_t seen[kWords];  // all are asked for before one is awaited
 #pragma unroll
-      for (int word = 0; word < kWords; ++word) {
-        stage.union_seen[word][thread] = is_key ? sources().union_seen[word * sources().union_capacity + first + thread] : 0;
-      }
+      for (int word = 0; word < kWords; ++word, from += capacity) seen[word] = is_key ? *from : 0;
+      const int key = is_key ? sources().index[first + thread] : -1;
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) stage.union_seen[word][thread] = seen[word];
+      stage.index[thread] = key;
       if (sources().key_bias) {
         copy_async_4(shared_address(&stage.key_bias[thread]), sources().key_bias + max(key, 0), is_key);
       } else {
