@@ -12,6 +12,7 @@ set(dmattn_gathered kGathered:kScaled:kKey)
 set(dmattn_union kUnion:kScaled:kKey)
 set(dmattn_general kAny:kAny:kPair)
 set(dmattn_unmasked kAll:kScaled:kNone)
+set(dmattn_listed kQueryLists:kScaled:kNone)
 set(DMATTN_SM80_ROWS
   "backward_dq|64|kAny|${dmattn_plain},${dmattn_gathered},${dmattn_union},${dmattn_general}"
   "backward_dq|128|kLarge|${dmattn_plain},${dmattn_gathered},${dmattn_union},${dmattn_general}"
@@ -22,9 +23,9 @@ set(DMATTN_SM80_ROWS
   "forward|128|kAny|${dmattn_plain},${dmattn_gathered},${dmattn_union},${dmattn_general}"
   "backward_dkdv|64|kLarge|${dmattn_unmasked}"
   "backward_dkdv|64|kSmall|${dmattn_unmasked}"
-  "backward_dkdv|64|kAny|${dmattn_general}"
-  "backward_dkdv|128|kLarge|${dmattn_unmasked}"
-  "backward_dkdv|128|kSmall|${dmattn_unmasked}"
+  "backward_dkdv|64|kAny|${dmattn_listed},${dmattn_general}"
+  "backward_dkdv|128|kLarge|${dmattn_unmasked},${dmattn_listed}"
+  "backward_dkdv|128|kSmall|${dmattn_unmasked},${dmattn_listed}"
   "backward_dkdv|128|kAny|${dmattn_general}"
   "backward_dkdv|256|kLarge|${dmattn_general}"
   "backward_dkdv|256|kSmall|${dmattn_general}"

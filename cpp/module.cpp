@@ -188,8 +188,7 @@ nb::dict backward_plan(const nb::dict& call, const nb::dict& device) {
                                       {"union counts", plan.unions.count},
                                       {"query lists", plan.query_lists.entries},
                                       {"query list places", plan.query_lists.places},
-                                      {"query list begins", plan.query_lists.begin},
-                                      {"query list bits", plan.query_lists.listed}},
+                                      {"query list begins", plan.query_lists.begin}},
                                      w.bytes);
   return made;
 }

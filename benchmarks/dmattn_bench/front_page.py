@@ -25,7 +25,10 @@ MISSING = "not measured"
 MODELS = tuple(dict.fromkeys(NAMES.values()))
 LAYERS, WIDTH, HEADS, VISIBLE = 6, 512, 8, 512
 SHORT = {"task": "text", "length": 8192, "visible": VISIBLE, "layers": LAYERS, "width": WIDTH, "steps": 2000, "seconds": 0.0}
-LONG = {"task": "text", "length": 32768, "layers": LAYERS, "width": WIDTH, "kv_heads": 2, "seconds": 250.0}
+CONVOLVED = {"layers": LAYERS, "width": WIDTH, "steps": 2000, "seconds": 0.0, "conv": 3, "conv_hidden": True}
+HEADERS = {"task": "headers", "length": 8192, "visible": VISIBLE}
+TOKENS_32768 = {"task": "text", "length": 32768, "kv_heads": 2}
+LONG = {**TOKENS_32768, "layers": LAYERS, "width": WIDTH, "seconds": 250.0}
 LARGER = {"task": "text", "length": 32768, "layers": 12, "width": 1024, "kv_heads": 4, "seconds": 1200.0}
 RECALL = {"task": "mqar", "length": 2048, "visible": 256, "pairs": 16, "symbols": 64, "steps": 2500, "conv": 3}
 SECRETS = {"task": "passkey", "length": 4096, "visible": 256, "steps": 2500, "conv": 3}
@@ -61,7 +64,9 @@ class Line:
 
 LINES = (
     Line("8,192 tokens: bits per byte, 2,000 steps", {**SHORT, "conv": 1}, bits),
-    Line("the same with the layer's convolution", {**SHORT, "conv": 3, "conv_hidden": True}, bits),
+    Line("the same with the layer's convolution", {**SHORT, **CONVOLVED}, bits),
+    Line("32,768 tokens, with it: bits per byte, 2,000 steps", {**CONVOLVED, **TOKENS_32768}, bits),
+    Line("8,192 tokens of C++ headers, with it: bits per byte, 2,000 steps", {**CONVOLVED, **HEADERS}, bits),
     Line("32,768 tokens: bits per byte, 250 seconds", LONG, bits),
     Line("the same, 12 layers of 1,024, 16 heads on 4, 20 minutes", LARGER, bits),
     Line("32,768 tokens: tokens per second in training", LONG, rate),
@@ -79,7 +84,7 @@ def table(results: Path) -> str:
         of_each = [[run for run in chosen if model_of(run) == model] for model in MODELS]
         lines.append([line.title, *(line.cell(found) if found else MISSING for found in of_each)])
         used += chosen
-    lines[5:5] = [decode_memory(length) for length in (8192, 131_072)]
+    lines[7:7] = [decode_memory(length) for length in (8192, 131_072)]
     return markdown(["", *MODELS], lines, texts=1) + "\n\n" + measured_on(used, with_commits=False)
 
 

@@ -90,7 +90,8 @@ void run_sm90(BackwardCall call, const BackwardPlan& plan, void* memory, int32_t
   const AttentionParams& p = call.b.forward;
   const BackwardParts& parts = plan.parts;
   set_options(call);
-  if (call.seen) DMATTN_CUDA_CHECK(launch_find_seen(call, stream));
+  const bool is_listed = plan.keys == KeySource::kQueryLists;
+  if (call.seen && !is_listed) DMATTN_CUDA_CHECK(launch_find_seen(call, stream));
   const int64_t heads = parts.kv_heads * (p.heads / p.kv_heads);
   for (int64_t batch = 0; batch < p.batch; batch += parts.batches) {
     for (int64_t head = 0; head < p.heads; head += heads) {
@@ -101,6 +102,7 @@ void run_sm90(BackwardCall call, const BackwardPlan& plan, void* memory, int32_t
       for (int64_t first = 0; first < of_part.heads; first += parts.launch_heads) {
         BackwardCall launch = part_of(part, 0, of_part.batch, first, std::min(parts.launch_heads, of_part.heads - first));
         launch.live_keys.query_lists = find_query_lists(launch.b.forward, plan.query_lists, memory, stream);
+        if (is_listed) DMATTN_CUDA_CHECK(launch_listed_seen(launch, stream));
         if (!parts.is_one) {
           const int64_t floats = of_part.batch * launch.b.forward.heads * parts.head_floats;
           DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(floats) * sizeof(float), stream));
@@ -130,7 +132,7 @@ void run_sm80(const BackwardCall& call, const BackwardPlan& plan, void* memory, 
     // Zeros for keys that were not gathered.
     if (by_keys.live_keys.index) DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));
     check_cuda(sm80::backward_dq(by_queries, plan.backward_dq, stream), "attention kernel");
-  } else if (call.key_sums) {
+  } else if (call.key_sums && !call.query_sums) {
     DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
     for_each_round(call, call.b.forward, plan.unions, memory, call.tile_counter, stream, [&](const BackwardCall& round) {
       if (round.live_keys.unions.first_tile > 0) clear(plan.workspace.semaphores, memory, stream);
@@ -138,10 +140,16 @@ void run_sm80(const BackwardCall& call, const BackwardPlan& plan, void* memory, 
     });
     DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   } else {
-    const size_t bytes = static_cast<size_t>(plan.workspace.query_sums.bytes);
-    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, bytes, stream));
-    check_cuda(sm80::backward_dkdv(call, plan.backward_dkdv, stream), "attention kernel");
+    BackwardCall by_keys = call;
+    clear(plan.workspace.query_sums, memory, stream);
+    if (call.key_sums) {
+      by_keys.live_keys.query_lists = find_query_lists(call.b.forward, plan.query_lists, memory, stream);
+      DMATTN_CUDA_CHECK(launch_listed_seen(by_keys, stream));
+      DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
+    }
+    check_cuda(sm80::backward_dkdv(by_keys, plan.backward_dkdv, stream), "attention kernel");
     DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));
+    if (call.key_sums) DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   }
 }
 

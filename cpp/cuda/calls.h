@@ -106,6 +106,7 @@ constexpr int tile_place(int row, int column) {
 cudaError_t launch_compact_keys(const ForwardCall& call, cudaStream_t stream);
 cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream);         // lse2, delta; clears query_sums if given
 cudaError_t launch_find_seen(const BackwardCall& call, cudaStream_t stream);         // seen
+cudaError_t launch_listed_seen(const BackwardCall& call, cudaStream_t stream);       // the same by query lists
 cudaError_t launch_clear_key_sums(const BackwardCall& call, cudaStream_t stream);    // rows of key_sums that some query sees
 cudaError_t launch_store_query_sums(const BackwardCall& call, cudaStream_t stream);  // query_sums -> grad_query
 // key_sums -> grad_key and grad_value, zeros for keys nobody sees; without key_sums only those zeros.

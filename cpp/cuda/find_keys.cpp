@@ -40,6 +40,7 @@ KeyUnions find_unions(const AttentionParams& p, const KeyUnionLists& lists, void
   unions.key = lists.key.in<int32_t>(workspace), unions.seen = lists.seen.in<uint32_t>(workspace);
   unions.count = lists.count.in<int32_t>(workspace);
   unions.queries = lists.queries, unions.words = lists.words, unions.capacity = lists.capacity;
+  unions.groups = lists.groups, unions.chunk = lists.chunk;
   unions.first_tile = first_tile, unions.tiles = std::min(lists.at_once, lists.tiles - first_tile);
   place_mask_heads(unions, lists, p);
   DMATTN_CUDA_CHECK(launch_key_unions(p, unions, tile_counter, stream));
@@ -50,7 +51,7 @@ QueryLists find_query_lists(const AttentionParams& p, const QueryListPlan& plan,
   QueryLists lists;
   if (plan.tiles == 0) return lists;
   lists.entries = plan.entries.in<uint32_t>(workspace), lists.begin = plan.begin.in<int32_t>(workspace);
-  lists.listed = plan.listed.in<uint32_t>(workspace), lists.places = plan.places.in<int32_t>(workspace);
+  lists.places = plan.places.in<int32_t>(workspace);
   lists.tiles = plan.tiles, lists.query_blocks = plan.query_blocks, lists.capacity = plan.capacity;
   place_mask_heads(lists, plan, p);
   DMATTN_CUDA_CHECK(launch_query_lists(p, lists, stream));

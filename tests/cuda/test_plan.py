@@ -211,10 +211,14 @@ def test_backward_gathers_the_queries_that_list_blocks():
         "index_count": 16,
         "index_block": 64,
     }
-    assert backward(**lists)["keys"] == "query lists"
-    other = ({"index_block": 1}, {"deterministic": True}, {"head_dim": 192}, {"block_heads": 1})
-    assert {backward(**lists | call)["keys"] for call in other} == {"unions"}
-    assert {planned["keys"] for planned in (forward(**lists), backward(plan.DEVICES["sm80"], **lists))} == {"unions"}
+    for device in ("sm90", "sm80", "sm86"):
+        planned = backward(plan.DEVICES[device], **lists)
+        assert planned["keys"] == "query lists"
+        assert [traits for _, _, traits in kernels(planned)] == ["query lists/scaled/" + ("key" if device == "sm90" else "none")]
+        other = ({"index_block": 1}, {"deterministic": True}, {"head_dim": 192}, {"block_heads": 1})
+        assert {backward(plan.DEVICES[device], **lists | call)["keys"] for call in other} == {"unions"}
+    assert backward(plan.DEVICES["sm80"], **lists, softcap=30.0)["keys"] == "unions"
+    assert forward(**lists)["keys"] == "unions"
 
 
 def test_unions_are_made_in_rounds_that_the_workspace_has_room_for():

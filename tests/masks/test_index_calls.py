@@ -126,6 +126,18 @@ def test_long_lists(device, dtype, block):
     assert_matches_reference(case_of(device, dtype, mask, B=1, H=2, Hkv=1, Sk=keys, D=64, Dv=64))
 
 
+@pytest.mark.parametrize("neighbours", [1, 16, 48, 64])
+@pytest.mark.parametrize(("D", "Dv", "H", "Hkv"), [(64, 64, 8, 2), (128, 128, 4, 1), (128, 128, 2, 2), (192, 128, 2, 1)])
+def test_keys_that_some_queries_of_a_tile_see(device, dtype, neighbours, D, Dv, H, Hkv):
+    # So many neighbouring queries list 150 keys that no others list; all queries list 90 more. Unions have thousands of keys.
+    length, keys = (300, 20000) if device == "cuda" else (100, 3000)
+    group = torch.arange(length) // neighbours
+    own = (group[:, None] * 613 + torch.arange(150) * 19) % (keys // 2)
+    entries = torch.cat((own, (keys // 2 + torch.arange(90) * 61 % (keys // 2)).expand(length, -1)), 1).int()
+    mask = IndexMask(entries.to(device), local=40, sink_keys=2, is_causal=True)
+    assert_matches_reference(case_of(device, dtype, mask, B=1, H=H, Hkv=Hkv, Sk=keys, D=D, Dv=Dv))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [1, 64])
 def test_sums_that_do_not_fit_into_one_part(block):
@@ -224,6 +236,29 @@ def test_a_key_that_nobody_lists_may_hold_anything(device, dtype, block, listed)
     nan = [given.clone() for given in (case.key, case.value)]
     for given_tensor in nan:
         given_tensor.unflatten(2, (6, block))[:, :, 1 - listed :: 2] = torch.nan
+    results = assert_matches_reference(dataclasses.replace(case, key=nan[0], value=nan[1]))
+    assert not any(result.isnan().any() for result in results.values())
+
+
+@pytest.mark.parametrize("hides", ["causality", "an interval"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_a_listed_key_that_no_query_sees_may_hold_anything(device, dtype, block, hides):
+    """Each query lists a block, and something else hides a key of it from just these queries."""
+    length = keys = 5 * block - 4
+    entries = torch.full((length, 2), -1)
+    entries[2 * block + 5 : 2 * block + 9, 0] = 2  # queries before most keys of their block, or in it
+    entries[-1, 1] = 4
+    mask = IndexMask(entries.int().to(device), block, is_causal=hides == "causality")
+    case = case_of(device, dtype, mask, Sk=keys, D=64, Dv=64)
+    if hides == "an interval":  # its first queries alone see key 2 * block + 12
+        end = torch.full((1, 1, keys), keys, dtype=torch.int32, device=device)
+        end[..., 2 * block + 12] = 2 * block
+        interval = IntervalMask(torch.zeros_like(end), end)
+        visible = case.visible & interval.to_bool(length, keys)
+        case = dataclasses.replace(case, mask=mask & interval, visible=visible)
+    seen = case.visible.expand(2, 4, length, keys).flatten(0, 2).any(0)
+    assert not seen[2 * block + 12]
+    nan = [given.masked_fill(~seen[:, None], torch.nan) for given in (case.key, case.value)]
     results = assert_matches_reference(dataclasses.replace(case, key=nan[0], value=nan[1]))
     assert not any(result.isnan().any() for result in results.values())
 

@@ -417,6 +417,7 @@ def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
     runs = [run(ours, 1, 9.0), run(ours, 1, 1.0), run(ours, 1, 5.0, conv=3), run(ours, 1, 3.0, conv=3, conv_hidden=True),
             run(ours, 2, 2.0), run(dense, 1, 1.25), run("dense", 1, 5.0), run(sliding, 1, 7.0, visible=64),
             run(sliding, 1, 8.0) | {"complete": False}, run(ours, 3, 9.0, plain_local=64),
+            run(dense, 1, 0.25, task="headers", conv=3, conv_hidden=True),
             run(sliding, 1, 1.75, length=32768, kv_heads=2, seconds=250) | {"tokens_per_second": 1234.5}]  # fmt: skip
     for path, found in (
         ("nvidia-h200/quality.jsonl", runs),
@@ -427,16 +428,18 @@ def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
     lines = report.table_of("models", tmp_path).splitlines()
     assert lines[0] == "|  | per-query | half local | per-key | dense+ | hybrid | sliding+ |"
     texts = "0.500 (1 seed) | 0.750 (1 seed) | 1.500 ± 0.500 | 1.250 (1 seed) | not measured | not measured"
-    assert lines[2:7] == [
+    assert lines[2:9] == [
         f"| 8,192 tokens: bits per byte, 2,000 steps | {texts} |",
         f"| the same with the layer's convolution |{' not measured |' * 2} 3.000 (1 seed) |{' not measured |' * 3}",
+        f"| 32,768 tokens, with it: bits per byte, 2,000 steps |{' not measured |' * 6}",
+        f"| 8,192 tokens of C++ headers, with it: bits per byte, 2,000 steps |{' not measured |' * 3} 0.250 (1 seed) |{' not measured |' * 2}",
         f"| 32,768 tokens: bits per byte, 250 seconds |{' not measured |' * 5} 1.750 (1 seed) |",
         f"| the same, 12 layers of 1,024, 16 heads on 4, 20 minutes |{' not measured |' * 6}",
         "| 32,768 tokens: tokens per second in training | not measured | not measured | not measured | not measured | not measured | 1,234 |",
     ]
     kept_whole = 6 * 2 * 8 * 8192 * 64 * 2  # layers, key and value, heads, tokens, size, bytes
-    assert lines[7].startswith("| decode memory after 8,192 tokens | ")
-    assert f"| {kept_whole / 1e6:.1f} MB |" in lines[7]
+    assert lines[9].startswith("| decode memory after 8,192 tokens | ")
+    assert f"| {kept_whole / 1e6:.1f} MB |" in lines[9]
 
 
 def test_the_figure_of_models_has_runs_without_the_convolution(quality, tmp_path, monkeypatch):

@@ -3,8 +3,8 @@
 // A block of the Hopper kernel keeps a tile of keys. It adds up grad_query in fp32 in global memory and, where live keys are
 // gathered from more than one list or blocks share the heads of a group, rows of grad_key and grad_value too. In a deterministic
 // call blocks do that one after the other, in the order of semaphores. The portable family takes the other calls. Without a mask
-// its dkdv kernel adds up grad_query; with gathered keys or a block mask its dq kernel adds up rows of grad_key and grad_value. A
-// deterministic call runs both, each without its adds to global memory.
+// its dkdv kernel adds up grad_query; with gathered keys or a block mask its dq kernel adds up rows of grad_key and grad_value;
+// by query lists its dkdv kernel adds up all of them. A deterministic call runs both, each without its adds to global memory.
 #include <cmath>
 
 #include "../../errors.h"
@@ -47,15 +47,18 @@ bool needs_bias(const AttentionParams& p) {
   return !p.bias.data && (needs_exact_tanh(p) || p.scale < kLeastScale);
 }
 
-// The instance that gathers queries (Keys::kQueryLists); null: the call is not one for it. Blocks of 16 keys are in so many tiles
-// of a trained query that the unions of neighbouring queries are faster (research/lab/lists.md).
-const Instance* find_query_lists(const Build& build, const AttentionParams& p, bool deterministic) {
+// Is this a call for kernels that gather queries (Keys::kQueryLists)? Blocks of 16 keys are in so many tiles of a trained query
+// that the unions of neighbouring queries are faster (research/lab/lists.md).
+bool takes_query_lists(const AttentionParams& p, bool deterministic) {
   constexpr int32_t kLeastLog2Block = 5;
   static_assert(1 << kLeastLog2Block >= kListedKeys);
-  const IndexLists& index = p.mask.index;
-  if (!has_index_lists(p) || index.log2_block < kLeastLog2Block || deterministic || p.bias.data || p.mask.tiles.data)
-    return nullptr;
-  if (!fits_query_lists(p)) return nullptr;
+  return has_index_lists(p) && p.mask.index.log2_block >= kLeastLog2Block && !deterministic && !p.bias.data &&
+         !p.mask.tiles.data && fits_query_lists(p);
+}
+
+// Hopper's instance for such a call; null: the call is not one, or there is no instance.
+const Instance* find_query_lists(const Build& build, const AttentionParams& p, bool deterministic) {
+  if (!takes_query_lists(p, deterministic)) return nullptr;
   const InstanceTraits traits = {Keys::kQueryLists, traits_of(p, true) == kUnionTraits ? Logits::kScaled : Logits::kCapped,
                                  Bias::kKey};
   const Instance* const found = find_instance(build, Kernel::kSm90Backward, p, traits);
@@ -183,12 +186,15 @@ AttentionParams part_of(const AttentionParams& p, const BackwardParts& parts) {
   return part;
 }
 
-// The unions of a launch. A tile of queries is so long that its keys are worth loading and their gradients worth adding, and with
-// several heads a group they are so without many queries.
+// The unions of a launch. A tile of queries is so long that its keys are worth loading and their gradients worth adding. A tile
+// of keys visits the chunks of queries that see some of them. Where sums have a fixed order keys ascend, and with several heads a
+// group they are worth loading without many queries.
 void plan_unions_of_part(const AttentionParams& p, BackwardPlan& plan) {
   constexpr int64_t kQueries = 64, kManyQueries = 32 * kBackwardUnionWords;
-  const int64_t heads = heads_that_share_intervals(p), queries = heads > 2 ? kQueries : kManyQueries;
-  plan.unions = plan_unions(part_of(p, plan.parts), std::max<int64_t>(queries, plan.tile.rows), plan.workspace.bytes);
+  const bool has_few = plan.deterministic && heads_that_share_intervals(p) > 2;
+  const int64_t queries = has_few ? std::max<int64_t>(kQueries, plan.tile.rows) : kManyQueries;
+  plan.unions = plan_unions(part_of(p, plan.parts), queries, plan.workspace.bytes);
+  if (!plan.deterministic) plan.unions.groups = static_cast<int>(queries / plan.tile.rows), plan.unions.chunk = plan.tile.keys;
 }
 
 // Terms of each query, and the counters of a call.
@@ -204,6 +210,13 @@ void place_terms(const AttentionParams& p, BackwardPlan& plan) {
   if (plan.deterministic && (is_sm90 || plan.keys == KeySource::kUnions))
     workspace.semaphores = add_region(workspace.bytes, terms / kSemaphoreQueries * sizeof(int32_t));
   if (plan.lists.elements > 0) workspace.lists = add_region(workspace.bytes, plan.lists.elements * sizeof(int32_t));
+}
+
+// Which keys some query of heads_at_once heads sees.
+void place_seen(const AttentionParams& p, BackwardPlan& plan) {
+  plan.seen_words = tiles_of(p.key_length, 128) * 4;
+  const int64_t words = p.batch * p.heads / plan.heads_at_once * plan.seen_words;
+  plan.workspace.seen = add_region(plan.workspace.bytes, words * sizeof(uint32_t));
 }
 
 // Can tensor copies bring the tensors of a launch?
@@ -248,7 +261,7 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
   const Instance* const gathered = has_unions || gathers(p) ? find_backward(target.build, p, true) : in_order;
   if (const char* const refusal = refusal_of_sm90(p, b.deterministic, gathered, in_order)) return refusal;
   const Instance* const listed = find_query_lists(target.build, p, b.deterministic);
-  const KeyChoice choice = listed       ? KeyChoice{KeySource::kQueryLists, "index lists of blocks"}
+  const KeyChoice choice = listed       ? KeyChoice{KeySource::kQueryLists, kWhyQueryLists}
                            : has_unions ? KeyChoice{KeySource::kUnions, kWhyUnions}
                                         : choose_keys(b, p, target, *gathered, *in_order);
   const bool is_gathered = gathers_rows(choice.keys), is_fast = !b.deterministic;
@@ -284,10 +297,7 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
     workspace.key_sums = add_region(workspace.bytes, floats * kFloatBytes);
   }
   if (plan.adds_zero_bias) workspace.zero_bias = add_region(workspace.bytes, p.key_length * kFloatBytes);
-  if (!is_gathered && (p.mask.tiles.data || gathers(p))) {
-    plan.seen_words = tiles_of(p.key_length, 128) * 4;
-    workspace.seen = add_region(workspace.bytes, p.batch * p.heads / plan.heads_at_once * plan.seen_words * sizeof(uint32_t));
-  }
+  if (!is_gathered && (listed || p.mask.tiles.data || gathers(p))) place_seen(p, plan);
   if (listed) plan.query_lists = plan_query_lists(part_of(p, plan.parts), workspace.bytes);
   if (choice.keys == KeySource::kUnions) plan_unions_of_part(p, plan);
   place_terms(p, plan);
@@ -319,6 +329,17 @@ void plan_backward_dkdv(const AttentionParams& p, const Target& target, sm80::Sm
       tile_of(sm80::find_backward_shape(sm80::kBackwardDkdvRows, plan.backward_dkdv.dim, plan.backward_dkdv.smem_budget));
 }
 
+// The portable dkdv kernel by query lists, in `plan`; false: it does not take the call.
+bool plan_portable_query_lists(const AttentionParams& p, const Target& target, sm80::SmemBudget smem_budget, BackwardPlan& plan) {
+  constexpr InstanceTraits kTraits = {Keys::kQueryLists, Logits::kScaled, Bias::kNone};
+  if (!takes_query_lists(p, plan.deterministic) || traits_of(p, true) != kUnionTraits || p.key_bias.data) return false;
+  const Instance* const found = find_instance(target.build, Kernel::kSm80BackwardDkdv, p, kTraits, smem_budget);
+  if (!found || found->traits != kTraits) return false;
+  plan.backward_dkdv = *found;
+  plan.backward_dkdv_tile = tile_of(sm80::find_backward_shape(sm80::kBackwardDkdvRows, found->dim, found->smem_budget));
+  return true;
+}
+
 void plan_backward_dq(const AttentionParams& p, const Target& target, sm80::SmemBudget smem_budget, bool is_gathered,
                       BackwardPlan& plan) {
   plan.backward_dq = find_portable(target, Kernel::kSm80BackwardDq, p, traits_of(p, is_gathered), smem_budget);
@@ -339,7 +360,12 @@ BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, 
   plan.heads_at_once = p.heads / p.kv_heads;
   plan.why.family = why;
   BackwardPlan::Workspace& workspace = plan.workspace;
-  if (has_unions) {
+  const bool is_listed = has_unions && plan_portable_query_lists(p, target, smem_budget, plan);
+  if (is_listed) {
+    plan.keys = KeySource::kQueryLists, plan.query_lists = plan_query_lists(p, workspace.bytes);
+    place_seen(p, plan);
+    plan.why.keys = kWhyQueryLists;
+  } else if (has_unions) {
     plan.keys = KeySource::kUnions, plan.why.keys = kWhyUnions;
   } else if (has_lists) {
     KeyListOptions options;
@@ -362,14 +388,17 @@ BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, 
     plan.backward_dkdv_takes_lists = has_lists && backward_dkdv_takes_lists(p, plan);
     plan_backward_dkdv(p, target, smem_budget, plan.backward_dkdv_takes_lists, plan);
     plan_backward_dq(p, target, smem_budget, has_lists, plan);
-  } else if (has_unions || has_lists || has_blocks) {
-    plan_backward_dq(p, target, smem_budget, has_unions || has_lists, plan);
-    if (has_unions) plan.unions = plan_unions(p, plan.backward_dq_tile.rows, workspace.bytes);
-    workspace.key_sums = add_region(workspace.bytes, (p.batch * p.kv_heads * p.key_length + 1) * key_sum_width(p) * kFloatBytes);
   } else {
-    plan_backward_dkdv(p, target, smem_budget, false, plan);
-    workspace.query_sums =
-        add_region(workspace.bytes, (p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim) * kFloatBytes);
+    const bool is_gathered = has_unions || has_lists, adds_keys = is_gathered || has_blocks,
+               adds_queries = is_listed || !adds_keys;
+    if (adds_queries && !is_listed) plan_backward_dkdv(p, target, smem_budget, false, plan);
+    if (!adds_queries) plan_backward_dq(p, target, smem_budget, is_gathered, plan);
+    if (plan.keys == KeySource::kUnions) plan.unions = plan_unions(p, plan.backward_dq_tile.rows, workspace.bytes);
+    const auto add_sums = [&](int64_t rows, int64_t width) {
+      return add_region(workspace.bytes, (rows + 1) * width * kFloatBytes);
+    };
+    if (adds_keys) workspace.key_sums = add_sums(p.batch * p.kv_heads * p.key_length, key_sum_width(p));
+    if (adds_queries) workspace.query_sums = add_sums(p.batch * p.heads * p.query_length, sum_width(p.head_dim));
   }
   place_terms(p, plan);
   return plan;

@@ -225,7 +225,11 @@ const char* plan_sm90(const AttentionParams& p, const Target& target, ForwardPla
   }
   place_lists(plan);
   if (plan.keys == KeySource::kCompact) place_compact_keys(p, plan);
-  if (plan.keys == KeySource::kUnions) plan.unions = plan_unions(p, plan.schedule.queries, plan.workspace.bytes);
+  if (plan.keys == KeySource::kUnions) {
+    plan.unions = plan_unions(p, plan.schedule.queries, plan.workspace.bytes);
+    const int consumers = shape_of(plan.instance).consumers;  // each of which has its own queries
+    if (plan.schedule.queries % consumers == 0) plan.unions.groups = consumers, plan.unions.chunk = plan.tile.keys;
+  }
   const bool has_counter = plan.lists.kind != KeyLists::Kind::kNone;
   if (plan.schedule.draws_tiles && !has_counter) plan.workspace.tile_counter = add_region(plan.workspace.bytes, sizeof(int32_t));
   plan.why = {"the device has compute capability 9.x, and a kernel for Hopper takes the call", choice.why};

@@ -15,6 +15,7 @@ inline int64_t width_of(const AttentionParams& p) { return std::max(p.head_dim, 
 // Does each query list the keys that it sees?
 inline bool has_index_lists(const AttentionParams& p) { return p.mask.index.entries.data; }
 inline constexpr const char* kWhyUnions = "each query lists its keys, and neighbours list many of the same";
+inline constexpr const char* kWhyQueryLists = "each query lists blocks of keys";
 
 // Refuses dtypes and block masks that no kernel takes.
 void check_kernel_inputs(const AttentionParams& p);

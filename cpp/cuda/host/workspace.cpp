@@ -119,7 +119,6 @@ QueryListPlan plan_query_lists(const AttentionParams& p, int64_t& bytes) {
   const int64_t mask_heads = lists.batches * lists.heads;
   lists.entries = add_region(bytes, mask_heads * lists.capacity * 4);
   lists.begin = add_region(bytes, mask_heads * (lists.tiles + 1) * 4);
-  lists.listed = add_region(bytes, mask_heads * lists.tiles * 4);
   lists.places = add_region(bytes, mask_heads * lists.tiles * lists.query_blocks * 4);
   return lists;
 }

@@ -50,6 +50,7 @@ struct KeyLists {
 // mask head, which the workspace has room for, then the next ones.
 struct KeyUnionLists {
   int queries = 0, words = 0;  // of a tile; queries == 0: the call has no index lists
+  int groups = 1, chunk = 0;   // by which keys are sorted, as KeyUnions has them
   int tiles = 0, at_once = 0;
   int64_t capacity = 0;
   int64_t batches = 1, heads = 1, head_divisor = 1;
@@ -66,7 +67,7 @@ struct QueryListPlan {
   int tiles = 0, query_blocks = 0;  // tiles == 0: the call has none
   int64_t capacity = 0;
   int64_t batches = 1, heads = 1, head_divisor = 1;
-  Region entries, begin, listed, places;
+  Region entries, begin, places;
 };
 
 // Can entries hold the queries, and int32 the places of a head's lists?

@@ -20,11 +20,47 @@ constexpr int kPoolWords = 16 * 1024;                                     // of 
 constexpr int kEntriesAtOnce = 128;                                       // of a query's list, by a warp: four a lane
 constexpr int kAtOnce = 4;                                                // keys or blocks of keys that a thread looks at
 
+// A class of keys is the groups of queries that see them, a bit each. Keys are sorted so: first whole chunks of the classes that
+// most groups see, those of as many groups by turns, then what is left of all classes.
+struct ClassOrder {
+  static constexpr int kClasses = 1 << kMostUnionGroups, kMostChunks = kPoolWords / 64;
+  int chunks[kClasses], rest[kClasses];             // whole chunks of keys that a class has, and keys beside them
+  int first_chunk[kClasses], first_rest[kClasses];  // where in `places` its chunks are, and where the rest of its keys goes
+  uint16_t places[kMostChunks];                     // of whole chunks, counted in chunks
+
+  // Finds places, of which each thread takes one, when chunks and rest are there.
+  __device__ __forceinline__ void find_places(int classes, int chunk) {
+    const int i = static_cast<int>(threadIdx.x);
+    int all = 0, c = 0, turn = 0, rest_before = 0;
+    for (int other = 1; other < classes; ++other) {
+      if (i == other) first_chunk[i] = all;
+      if (i >= all && i < all + chunks[other]) c = other, turn = i - all;
+      rest_before += other < i ? rest[other] : 0;
+      all += chunks[other];
+    }
+    if (i > 0 && i < classes) first_rest[i] = all * chunk + rest_before;
+    int before = 0;
+    for (int other = 1; other < classes; ++other) {
+      if (__popc(other) > __popc(c)) before += chunks[other];
+      if (__popc(other) == __popc(c)) before += min(chunks[other], turn + (other < c));
+    }
+    if (i < all) places[i] = static_cast<uint16_t>(before);
+  }
+  // The place of key number i of class c.
+  __device__ __forceinline__ int place_of(int c, int i, int chunk) const {
+    const int number = i / chunk;
+    return number < chunks[c] ? places[first_chunk[c] + number] * chunk + i - number * chunk
+                              : first_rest[c] + i - chunks[c] * chunk;
+  }
+};
+static_assert(ClassOrder::kMostChunks <= kThreads);
+
 struct UnionShared {
   uint32_t pool[kPoolWords];    // [words, blocks of the range]
   uint16_t needed[kPoolWords];  // the blocks of the range that are in the union
   int used[kMostUnionQueries];  // entries at the head of a list that lie before the range; -1: the list is not sorted
   int warp_counts[2][kWarps];
+  ClassOrder order;  // of the keys that are sorted at a time
 };
 
 // The bits from `first` on, none when first is 32 or more, all when it is 0 or less.
@@ -186,7 +222,7 @@ struct UnionRange {
 
 // Writes the keys of a range that some query sees, where each is a block of its own and nothing else hides keys: bits are what
 // queries see then, but for sinks and local keys. Returns how many there are.
-__device__ __forceinline__ int write_listed(const UnionRange& range, const OtherMasks& others, int words, int capacity,
+__device__ __forceinline__ int write_listed(const UnionRange& range, const OtherMasks& others, int words, int64_t capacity,
                                             int written, int& buffer, int32_t* keys, uint32_t* seen) {
   const int thread = static_cast<int>(threadIdx.x);
   const auto* const pieces = reinterpret_cast<const uint4*>(range.shared.pool);
@@ -227,7 +263,7 @@ __device__ __forceinline__ int write_listed(const UnionRange& range, const Other
         if (words == 1) {
           seen[to] = any[i];
         } else {
-          for (int word = 0; word < words; ++word) seen[static_cast<int64_t>(to) * words + word] = seen_bits(i, word);
+          for (int word = 0; word < words; ++word) seen[word * capacity + to] = seen_bits(i, word);
         }
       }
       ++to;
@@ -235,6 +271,107 @@ __device__ __forceinline__ int write_listed(const UnionRange& range, const Other
     found += more;
   }
   return found;
+}
+
+// The part of a union that is sorted at a time, in the place of the bits: key and seen, a word for each key in each of them. In
+// the place of the blocks that are needed, the class of each key, and for each 32 keys how many there are of each class.
+struct SortedPart {
+  static constexpr int kClasses = ClassOrder::kClasses, kMostKeys = kPoolWords / 2;
+  UnionShared& shared;
+  int stride;  // from one word to the next
+
+  __device__ __forceinline__ uint32_t& word(int i, int number) const { return shared.pool[number * stride + i]; }
+  __device__ __forceinline__ uint16_t& class_of(int i) const { return shared.needed[i]; }
+  __device__ __forceinline__ uint16_t& count_of(int row, int c) const { return shared.needed[kMostKeys + row * kClasses + c]; }
+};
+static_assert(SortedPart::kMostKeys + SortedPart::kMostKeys / 32 * SortedPart::kClasses <= kPoolWords);
+
+// Reads a part of a union, of `count` keys, and finds their classes.
+__device__ __forceinline__ void read_classes(const SortedPart& part, const KeyUnions& unions, const int32_t* keys,
+                                             const uint32_t* seen, int count) {
+  const int of_group = unions.queries / unions.groups, lane = static_cast<int>(threadIdx.x) % 32;
+  uint32_t group_bits[kMostUnionGroups][kMostUnionWords];
+#pragma unroll
+  for (int group = 0; group < kMostUnionGroups; ++group) {
+#pragma unroll
+    for (int word = 0; word < kMostUnionWords; ++word) {
+      group_bits[group][word] = group < unions.groups ? bits_between(group * of_group, (group + 1) * of_group, word) : 0;
+    }
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < (count + 31) / 32 * 32; i += kThreads) {
+    uint32_t of_group[kMostUnionGroups] = {};
+    if (i < count) {
+      part.word(i, 0) = static_cast<uint32_t>(keys[i]);
+#pragma unroll
+      for (int word = 0; word < kMostUnionWords; ++word) {
+        if (word >= unions.words) break;
+        const uint32_t bits = seen[word * unions.capacity + i];
+        part.word(i, 1 + word) = bits;
+#pragma unroll
+        for (int group = 0; group < kMostUnionGroups; ++group) of_group[group] |= bits & group_bits[group][word];
+      }
+    }
+    int c = 0;
+#pragma unroll
+    for (int group = 0; group < kMostUnionGroups; ++group) c |= of_group[group] ? 1 << group : 0;
+    if (i < count) part.class_of(i) = static_cast<uint16_t>(c);
+    int own = 0;  // how many of the 32 keys are of the class that has the lane's number
+#pragma unroll
+    for (int other = 1; other < SortedPart::kClasses; ++other) {
+      const uint32_t same = __ballot_sync(0xffffffffu, c == other);
+      own = lane == other ? __popc(same) : own;
+    }
+    if (lane < SortedPart::kClasses) part.count_of(i / 32, lane) = static_cast<uint16_t>(own);
+  }
+}
+
+// Replaces the counts of class c by the sums of those of the rows before them; returns the sum of all. By a warp.
+__device__ __forceinline__ int sum_counts(const SortedPart& part, int c, int rows) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int before = 0;
+  for (int row = lane; row - lane < rows; row += 32) {
+    const int own = row < rows ? part.count_of(row, c) : 0;
+    int sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, step);
+      sum += lane >= step ? other : 0;
+    }
+    if (row < rows) part.count_of(row, c) = static_cast<uint16_t>(before + sum - own);
+    before += __shfl_sync(0xffffffffu, sum, 31);
+  }
+  return before;
+}
+
+// Sorts the keys of a union by the groups of queries that see them, as many at a time as there is room for.
+__device__ __forceinline__ void sort_by_groups(UnionShared& shared, const KeyUnions& unions, int32_t* keys, uint32_t* seen,
+                                               int written) {
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, chunk = unions.chunk;
+  const int classes = 1 << unions.groups, words = unions.words;
+  const int most = min(kPoolWords / (1 + words), SortedPart::kMostKeys) / chunk * chunk;
+  const SortedPart part{shared, most};
+  ClassOrder& order = shared.order;
+  for (int left = written; left > 0; left -= most, keys += most, seen += most) {
+    const int count = min(most, left), rows = (count + 31) / 32;
+    __syncthreads();  // what other threads wrote is there, and nobody reads the part before
+    read_classes(part, unions, keys, seen, count);
+    __syncthreads();
+    if (warp > 0 && warp < classes) {
+      const int all = sum_counts(part, warp, rows);
+      if (thread % 32 == 0) order.chunks[warp] = all / chunk, order.rest[warp] = all % chunk;
+    }
+    __syncthreads();
+    order.find_places(classes, chunk);
+    __syncthreads();
+    for (int i = thread; i < rows * 32; i += kThreads) {
+      const int c = i < count ? part.class_of(i) : 0;
+      const uint32_t same = __match_any_sync(0xffffffffu, c);
+      if (c == 0) continue;
+      const int to = order.place_of(c, part.count_of(i / 32, c) + __popc(same & lanes_before()), chunk);
+      keys[to] = static_cast<int32_t>(part.word(i, 0));
+      for (int word = 0; word < words; ++word) seen[word * unions.capacity + to] = part.word(i, 1 + word);
+    }
+  }
 }
 
 // indices int32 [B|1, H|Hkv|1, Sq, K] -> key, seen, count of KeyUnions. A block makes the union of one tile of queries.
@@ -258,7 +395,7 @@ __global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __
   const int local_from = lists.local > 0 ? max(tile.index_low - lists.local + 1, 0) : key_length,
             local_to = lists.local > 0 ? tile.index_low + tile.queries : 0;
   int32_t* const keys = unions.key + blockIdx.x * unions.capacity;
-  uint32_t* const seen = unions.seen + blockIdx.x * unions.capacity * words;
+  uint32_t* const seen = unions.seen_of(blockIdx.x);
   int written = 0, buffer = 0;
 
   for (int first = 0; first < blocks; first += range) {
@@ -332,13 +469,14 @@ __global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __
         const Span span = others.spans.of_key(key);
         keys[to] = key;
         for (int word = 0; word < words; ++word) {
-          seen[static_cast<int64_t>(to) * words + word] = others.keep(here.listed_bits(block, key, word), span, key, word);
+          seen[word * unions.capacity + to] = others.keep(here.listed_bits(block, key, word), span, key, word);
         }
       }
       written += more;
     }
     __syncthreads();
   }
+  if (unions.groups > 1) sort_by_groups(shared, unions, keys, seen, min(written, static_cast<int>(unions.capacity)));
   if (thread == 0) unions.count[blockIdx.x] = written;
 }
 

@@ -6,6 +6,7 @@
 // one is repeated.
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
+#include <numeric>
 
 #include "../calls.h"
 #include "../common/dependent_launch.cuh"
@@ -130,12 +131,12 @@ __device__ __forceinline__ int scan(int32_t* numbers, int count) {
   return sum;
 }
 
-// places: numbers of queries -> places in the list of the tile; begin: the length of the list. Clears listed. A block for each
-// tile of a mask head.
+// places: numbers of queries -> places in the list of the tile; begin: the length of the list. A block for each tile of a mask
+// head.
 __global__ __launch_bounds__(kThreads) void place_kernel(const __grid_constant__ QueryLists lists) {
   const int64_t list = blockIdx.x, mask_head = list / lists.tiles;
   const int length = scan(lists.places + list * lists.query_blocks, lists.query_blocks);
-  if (threadIdx.x == 0) lists.begin[list + mask_head] = length, lists.listed[list] = 0;
+  if (threadIdx.x == 0) lists.begin[list + mask_head] = length;
 }
 
 // begin: lengths -> where lists begin, and at the end where the last one ends. A block for each mask head.
@@ -145,7 +146,7 @@ __global__ __launch_bounds__(kThreads) void begin_kernel(const __grid_constant__
   if (threadIdx.x == 0) begin[lists.tiles] = all;
 }
 
-// indices, places, begin -> entries, listed.
+// indices, places, begin -> entries.
 __global__ __launch_bounds__(kThreads) void write_kernel(const __grid_constant__ AttentionParams p,
                                                          const __grid_constant__ QueryLists lists) {
   extern __shared__ uint32_t bytes[];
@@ -154,18 +155,95 @@ __global__ __launch_bounds__(kThreads) void write_kernel(const __grid_constant__
     const int64_t list = block.mask_head * lists.tiles + tile;
     int64_t at = block.mask_head * lists.capacity + lists.begin[list + block.mask_head] +
                  lists.places[list * lists.query_blocks + block.block];
-    uint32_t all = 0;
     for (QueryBits left = block.meet(of_tile, tile); left; left &= left - 1, ++at) {
       const int query = __ffsll(static_cast<long long>(left)) - 1;
       const uint32_t seen = of_tile[query / 4] >> (query % 4 * 8) & 0xffu;
       lists.entries[at] = static_cast<uint32_t>(block.first_query + query) | seen << kListedQueryBits;
-      all |= seen;
     }
-    if (all) atomicOr(&lists.listed[list], all);
   });
 }
 
+// How many of 32 ascending numbers, one of each lane, are less than `bound`? By a whole warp; bound differs between lanes.
+__device__ __forceinline__ int count_below(int number, int bound) {
+  int below = 0;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) below += __shfl_sync(0xffffffffu, number, below + step - 1) < bound ? step : 0;
+  return below + (__shfl_sync(0xffffffffu, number, below) < bound);
+}
+
+// Does a query of the head see the key of this lane? The keys of a warp are neighbours in a tile.
+__device__ __forceinline__ bool is_seen_by_some(const BackwardCall& call, int batch, int head, int tile, int key) {
+  const AttentionParams& p = call.b.forward;
+  const QueryLists& lists = call.live_keys.query_lists;
+  const IndexLists& index = p.mask.index;
+  const int shift = static_cast<int>(p.key_length - p.query_length), queries = static_cast<int>(p.query_length);
+  const Span span = SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key);
+  // The queries that may see the key are first, .., last - 1. Sinks and local keys need no list.
+  const int first = max(span.first - shift, 0), last = min(span.last - shift, queries);
+  const int64_t first_local = int64_t{key} - local_shift(index, batch, shift);
+  bool is_seen =
+      first < last && (key < index.sinks || (first_local < last && first_local + index.local > first && index.local > 0));
+  const bool is_open = first < last && !is_seen;
+  if (!__any_sync(0xffffffffu, is_open)) return is_seen;
+  // Of those that list the key the last are looked at first, 32 at a time. More are asked for at once, since a key that few list
+  // may be far.
+  constexpr int kAtOnce = 8;
+  const int64_t mask_head = lists.mask_head_of(batch, head);
+  const int after = __reduce_max_sync(0xffffffffu, is_open ? last : 0) + kListQueries - 1;
+  const int begin = lists.first_entry(mask_head, tile, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  const int bit = kListedQueryBits + key % kListedTileKeys / kListedKeys, first_bit = bit - lane / 16;  // of the first 16 lanes
+  const uint32_t* const entries = lists.entries + mask_head * lists.capacity;
+  for (int end = lists.first_entry(mask_head, tile, after / kListQueries * kListQueries);; end -= 32 * kAtOnce) {
+    uint32_t entry[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = end - 32 * (i + 1) + lane;
+      entry[i] = at >= begin ? entries[at] : 0;
+    }
+    int earliest = 0;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int query = end - 32 * (i + 1) + lane >= begin ? static_cast<int>(entry[i] & kNoListedQuery) : -1;
+      const uint32_t of_first = __ballot_sync(0xffffffffu, has_bit(entry[i], first_bit)),
+                     of_second = __ballot_sync(0xffffffffu, has_bit(entry[i], first_bit + 1));
+      earliest = query;
+      if ((of_first | of_second) == 0) continue;
+      const int from = count_below(query, first), to = count_below(query, last);
+      const uint32_t listing = lane < 16 ? of_first : of_second;
+      is_seen |= is_open && from < to && (listing & (0xffffffffu << from) & (0xffffffffu >> (32 - to)));
+      if (!__any_sync(0xffffffffu, is_open && !is_seen)) return is_seen;
+    }
+    earliest = __shfl_sync(0xffffffffu, earliest, 0);
+    if (end - 32 * kAtOnce <= begin || !__any_sync(0xffffffffu, is_open && !is_seen && first <= earliest)) return is_seen;
+  }
+}
+
+// entries, intervals, causality -> seen [B, H / heads_at_once, seen_words]: which keys does some query of these heads see? Keys
+// beyond the end count as seen, so that the last tile has no gaps. A block for each tile of as many heads as share a row of bits,
+// or see the same: every `alike` of them do.
+__global__ __launch_bounds__(kListedTileKeys) void seen_kernel(const __grid_constant__ BackwardCall call, int alike) {
+  const AttentionParams& p = call.b.forward;
+  const int tiles = call.live_keys.query_lists.tiles, tile = static_cast<int>(blockIdx.x) % tiles;
+  const int heads = max(call.heads_at_once, alike), of_batch = static_cast<int>(p.heads) / heads;
+  const int set = static_cast<int>(blockIdx.x) / tiles, batch = set / of_batch, first_head = set % of_batch * heads;
+  const int thread = static_cast<int>(threadIdx.x), key = tile * kListedTileKeys + thread, rows = heads / call.heads_at_once;
+  uint32_t seen = __ballot_sync(0xffffffffu, key >= p.key_length);
+  for (int head = first_head; head < first_head + heads && ~seen; head += alike) {
+    seen |= __ballot_sync(0xffffffffu, is_seen_by_some(call, batch, head, tile, key));
+  }
+  for (int row = thread % 32; row < rows; row += 32) call.seen[(set * rows + row) * call.seen_words + key / 32] = seen;
+}
+
 }  // namespace
+
+cudaError_t launch_listed_seen(const BackwardCall& call, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  int64_t alike = std::gcd(p.heads, call.live_keys.query_lists.head_divisor);  // heads whose lists and intervals are the same
+  for (const PerHead* row : {&p.mask.start, &p.mask.end}) alike = row->data ? std::gcd(alike, row->head_divisor) : alike;
+  const int64_t sets = p.batch * p.heads / std::max<int64_t>(alike, call.heads_at_once);
+  seen_kernel<<<grid_of(call.live_keys.query_lists.tiles * sets), kListedTileKeys, 0, stream>>>(call, static_cast<int>(alike));
+  return cudaGetLastError();
+}
 
 cudaError_t launch_query_lists(const AttentionParams& p, const QueryLists& lists, cudaStream_t stream) {
   static KernelAttribute count_bytes, write_bytes;

@@ -24,7 +24,6 @@ struct QueryLists {
   uint32_t* entries = nullptr;  // [mask heads, capacity]: the lists of a head's tiles one after the other, each ascending; null:
                                 // there are none
   int32_t* begin = nullptr;     // [mask heads, tiles + 1]: where the list of a tile begins
-  uint32_t* listed = nullptr;   // [mask heads, tiles]: the bits of all queries of a list together
   int32_t* places = nullptr;    // [mask heads, tiles, query_blocks]: where in the list of a tile kListQueries queries begin
   int tiles = 0, query_blocks = 0;
   int64_t capacity = 0;

@@ -3,14 +3,22 @@
 //
 // It has a second job: without those adds (query_sums null) every sum has a fixed order. Together with the kernel of
 // backward_dq.cuh, also without its adds, it is the deterministic backward.
+//
+// And a third: index lists of blocks (Keys::kQueryLists, key_lists/query_lists.h). The queries that list a tile are gathered,
+// those of kRangeQueries at a time, and grad_key and grad_value are added to global memory, too.
 #pragma once
 
 #include <type_traits>
 
 #include "../common/kernel_limits.cuh"
 #include "backward_tile.cuh"
+#include "listed_queries.cuh"
 
 namespace dmattn::cuda::sm80 {
+
+// The instance that takes every call, and tests spans, bits and options.
+template <class Traits>
+inline constexpr bool kIsGeneral = Traits::kKeys == Keys::kAny;
 
 // What the general instance knows of its keys. The one without masks has keys in order and needs nothing.
 template <int kQueries, int kKeys, int kWarpRows>
@@ -47,13 +55,23 @@ struct alignas(128) BackwardDkdvShared : BackwardDkdvLayout<kDim, kSmemBudget> {
   uint16_t grad_score[kShape.queries * kScoreWidth<kShape.keys>];
   alignas(16) float lse2[2][kShape.queries];  // the general instance: lse as it is
   alignas(16) float delta[2][kShape.queries];
-  std::conditional_t<Traits::kKeys == Keys::kAll, PlainKeyTile, KeyTile<kShape.queries, kShape.keys, kShape.warp_rows>> tile;
+  std::conditional_t<kIsGeneral<Traits>, KeyTile<kShape.queries, kShape.keys, kShape.warp_rows>,
+                     std::conditional_t<Traits::kGathersQueries, ListedQueryTile<kShape.queries>, PlainKeyTile>>
+      tile;
 };
 
-// Schedules the queries that see a tile of keys in order: all of them, or with causality those from the tile on.
+// Schedules the queries that see a tile of keys in order: all of them, or with causality those from the tile on. A chunk is named
+// by its first query, as those of listed queries (listed_queries.cuh) are by their first entry.
 template <int kQueries, int kKeys>
 class PlainQueryScheduler {
  public:
+  // The query in a row of a chunk.
+  static __device__ __forceinline__ int query_of(int first_query, int row) { return first_query + row; }
+  static __device__ __forceinline__ int query_to_add(int first_query, int row) { return query_of(first_query, row); }
+  // Starts the copies of what a chunk needs beside its rows and their terms, to a buffer.
+  template <class Shared>
+  __device__ __forceinline__ void copy_notes(Shared&, int, int) const {}
+
   __device__ __forceinline__ PlainQueryScheduler(const AttentionParams& p, int first_key)
       : stop_(static_cast<int>(p.query_length)) {
     const int shift = static_cast<int>(p.key_length - p.query_length);
@@ -116,8 +134,13 @@ class QueryScheduler {
     cursor_ = 0;
   }
 
-  // Gives the next chunk, or false when none is left. `bits` is where its bits begin; null: it has none.
-  __device__ __forceinline__ bool next(int& first_query, Chunk& chunk, const uint32_t*& bits) {
+  // The query in a row of a chunk.
+  static __device__ __forceinline__ int query_of(int first_query, int row) { return first_query + row; }
+  static __device__ __forceinline__ int query_to_add(int first_query, int row) { return query_of(first_query, row); }
+
+  // Gives the next chunk, or false when none is left.
+  __device__ __forceinline__ bool next(int& first_query, Chunk& chunk) {
+    const uint32_t*& bits = bits_of_chunk_;
     bits = nullptr;
     if (has_tiles()) {
       while (cursor_ >= tile_stop_) {
@@ -142,8 +165,12 @@ class QueryScheduler {
     return true;
   }
 
-  __device__ __forceinline__ void copy_bits(Stage& stage, const uint32_t* bits) const {
-    if (!bits) return;
+  // Starts the copies of the bits of the last chunk that `next` gave.
+  template <class Shared>
+  __device__ __forceinline__ void copy_notes(Shared& shared, int buffer, int) const {
+    if (!bits_of_chunk_) return;
+    Stage& stage = shared.tile.stage[buffer];
+    const uint32_t* const bits = bits_of_chunk_;
     for (int at = threadIdx.x; at < kQueries * (kKeys / 32); at += kThreads) {
       stage.bits[at / (kKeys / 32)][at % (kKeys / 32)] = bits[at / (kKeys / 32) * (p_.mask.tile_k / 32) + at % (kKeys / 32)];
     }
@@ -157,7 +184,8 @@ class QueryScheduler {
   const int shift_;
   int cursor_, stop_, begin_ = 0, tile_stop_ = 0, entry_ = 0, entries_ = 0, bits_column_ = 0;
   const int32_t *list_ = nullptr, *states_ = nullptr;
-  const uint32_t* bits_ = nullptr;
+  const uint32_t* bits_ = nullptr;           // of the tile of the block mask
+  const uint32_t* bits_of_chunk_ = nullptr;  // where those of the chunk begin; null: it has none
 };
 
 // By the bits of a block mask and the spans of the keys: which keys of the tile does some query of the kv head's group see? Left
@@ -271,16 +299,20 @@ __device__ __forceinline__ void copy_queries(const AttentionParams& p, const Ten
   for (int r = 0; r < Layout::kShape.queries; r += copy.kRows, from += copy.kRows * row_bytes) copy.start(to, r, from, r < left);
 }
 
-// Starts the copies of the terms of the queries from first_query on.
-template <bool kIsPlain, class Shared>
-__device__ __forceinline__ void copy_terms(const BackwardCall& call, Shared& shared, int buffer, int batch, int head,
-                                           int first_query) {
+// Starts the copies of the terms of a chunk of queries.
+template <class Traits, class Shared, class Scheduler>
+__device__ __forceinline__ void copy_terms(const BackwardCall& call, Shared& shared, const Scheduler& scheduler, int buffer,
+                                           int batch, int head, int first_query) {
   const int thread = static_cast<int>(thread_index());
   if (thread >= Shared::kShape.queries) return;
-  const int64_t at = (batch * call.b.forward.heads + head) * call.padded_queries + first_query + thread;
-  copy_async_4(shared_address(&shared.lse2[buffer][thread]), (kIsPlain ? call.lse2 : call.lse) + at, true);
-  if constexpr (!kIsPlain) copy_async_4(shared_address(&shared.tile.lse_rest2[buffer][thread]), call.lse_rest2 + at, true);
-  copy_async_4(shared_address(&shared.delta[buffer][thread]), call.delta + at, true);
+  const int query = scheduler.query_of(first_query, thread);
+  const bool is_query = !Traits::kGathersQueries || query != kNoQuery;
+  const int64_t at = (batch * call.b.forward.heads + head) * call.padded_queries + (is_query ? query : 0);
+  copy_async_4(shared_address(&shared.lse2[buffer][thread]), (kIsGeneral<Traits> ? call.lse : call.lse2) + at, is_query);
+  if constexpr (kIsGeneral<Traits>) {
+    copy_async_4(shared_address(&shared.tile.lse_rest2[buffer][thread]), call.lse_rest2 + at, true);
+  }
+  copy_async_4(shared_address(&shared.delta[buffer][thread]), call.delta + at, is_query);
 }
 
 // Clears a row of a chunk of queries and its delta.
@@ -294,9 +326,10 @@ __device__ __forceinline__ void clear_query(Shared& shared, int buffer, int row)
 
 // Scores and their gradients of a chunk of queries against the tile of keys: probabilities and score gradients to shared memory.
 // Of a block of scores the warp has the rows from warp_row and the columns from warp_column on.
-template <class T, int kDim, class Traits, class Shared>
-__device__ __forceinline__ void put_scores(const BackwardCall& call, Shared& shared, const Chunk& chunk, int buffer, int batch,
-                                           int head, int first_query, int first_key, int warp_row, int warp_column, int lane) {
+template <class T, int kDim, class Traits, class Shared, class Scheduler>
+__device__ __forceinline__ void put_scores(const BackwardCall& call, Shared& shared, const Scheduler& scheduler,
+                                           const Chunk& chunk, int buffer, int batch, int head, int first_query, int first_key,
+                                           int warp_row, int warp_column, int lane) {
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kM = Shared::kM, kN = Shared::kN, kWidth = Shared::kWidth;
   const AttentionParams& p = call.b.forward;
@@ -312,6 +345,7 @@ __device__ __forceinline__ void put_scores(const BackwardCall& call, Shared& sha
       scores, Fragment<kDim>::tall(shared_address(shared.query[kShape.late_stages == 2 ? buffer : 0]), warp_row, 0),
       Fragment<kDim>::wide(shared_address(shared.key), warp_column, 0));
   if (Traits::kKeys == Keys::kAll && chunk.needs_test) hide_in_order(scores, p, first_query + row, first_key + column);
+  if constexpr (Traits::kGathersQueries) scheduler.hide(scores, first_query, row, warp_column);
   load_terms(lse2, shared.lse2[buffer]);
   put_probabilities<T, Traits, false>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), scores, lse2, call.scale_2,
                                       nullptr, column, 0, 1);
@@ -322,7 +356,7 @@ __device__ __forceinline__ void put_scores(const BackwardCall& call, Shared& sha
   load_terms(delta, shared.delta[buffer]);
   // Turn them into gradients of the scores.
   ColumnSums<kN> sums;
-  if constexpr (Traits::kKeys == Keys::kAll) {
+  if constexpr (!kIsGeneral<Traits>) {
     to_gradients(scores, grad_scores, delta);
   } else {
     const auto& stage = shared.tile.stage[buffer];
@@ -338,18 +372,18 @@ __device__ __forceinline__ void put_scores(const BackwardCall& call, Shared& sha
   put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
 }
 
-// The rows of query_sums of the thread's queries, of which the first is first_query; a query that does not exist has the spare
-// row.
-template <int kM>
-__device__ __forceinline__ void find_query_sums(const BackwardCall& call, int batch, int head, int first_query,
-                                                float* (&rows)[kM][2]) {
+// The rows of query_sums of the thread's queries, of which the first is in a row of the chunk; a query that does not exist has
+// the spare row.
+template <class Scheduler, int kM>
+__device__ __forceinline__ void find_query_sums(const BackwardCall& call, const Scheduler& scheduler, int batch, int head,
+                                                int first_query, int row, float* (&rows)[kM][2]) {
   const AttentionParams& p = call.b.forward;
   const int width = static_cast<int>(sum_width(p.head_dim));
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int query = first_query + 16 * m + 8 * r;
+      const int query = scheduler.query_to_add(first_query, row + 16 * m + 8 * r);
       const int64_t at =
           query < p.query_length ? (batch * p.heads + head) * p.query_length + query : p.batch * p.heads * p.query_length;
       rows[m][r] = call.query_sums + at * width;
@@ -370,41 +404,37 @@ __device__ __forceinline__ void add_key_bias_gradient(const BackwardCall& call, 
 
 // What a query head of the group adds to the gradients of the tile's keys, and to query_sums: loops over the chunks of queries
 // that see the tile. Scores and their gradients are the warp's from warp_row and warp_column on, grad_key and grad_value its rows
-// from key_row and its columns from row_part on.
+// from key_row and its columns from row_part on. range: of listed queries.
 template <class T, int kDim, class Traits, class Layout, class Shared>
-__device__ __forceinline__ void add_head(const BackwardCall& call, Shared& shared, int batch, int head, int first_key,
+__device__ __forceinline__ void add_head(const BackwardCall& call, Shared& shared, int batch, int head, int first_key, int range,
                                          int warp_row, int warp_column, int key_row, int row_part,
                                          float (&grad_key)[2][Layout::kRowN][4], float (&grad_value)[2][Layout::kRowN][4]) {
   constexpr BackwardShape kShape = Layout::kShape;
   constexpr int kThreads = Layout::kThreads, kColumns = Layout::kColumns, kWidth = Layout::kWidth, kM = Layout::kM,
                 kDimN = Layout::kDimN;
-  constexpr bool kIsPlain = Traits::kKeys == Keys::kAll, kHasEarlyStages = kShape.early_stages == 2;
+  constexpr bool kIsPlain = Traits::kKeys == Keys::kAll, kIsListed = Traits::kGathersQueries;
+  constexpr bool kHasEarlyStages = kShape.early_stages == 2;
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim), warp = threadIdx.x / 32;
   const uint32_t key_tile = shared_address(shared.key);
   const uint32_t query_tile_0 = shared_address(shared.query), grad_out_tile_0 = shared_address(shared.grad_out);
   const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
-  if constexpr (!kIsPlain) find_spans(p, shared, batch, head);
+  if constexpr (kIsGeneral<Traits>) find_spans(p, shared, batch, head);
   auto scheduler = [&] {
     if constexpr (kIsPlain) {
       return PlainQueryScheduler<kShape.queries, kShape.keys>(p, first_key);
+    } else if constexpr (kIsListed) {
+      return ListedQueryScheduler<Shared>(call, shared, batch, head, first_key, range);
     } else {
       return QueryScheduler<kThreads, kShape.queries, kShape.keys>(p, shared.tile.bounds, batch, head, first_key);
     }
   }();
-  const uint32_t* bits = nullptr;
-  const auto next_chunk = [&](int& query, Chunk& of) {
-    if constexpr (kIsPlain) {
-      return scheduler.next(query, of);
+  const auto copy_rows = [&](uint32_t to, const TensorView& tensor, int first, int width) {
+    if constexpr (kIsListed) {
+      scheduler.template copy_rows<kDim>(to, tensor, first, width);
     } else {
-      return scheduler.next(query, of, bits);
+      copy_queries<kDim, Layout>(p, tensor, to, batch, head, first, width);
     }
-  };
-  const auto copy_bits = [&](int to) {
-    if constexpr (!kIsPlain) scheduler.copy_bits(shared.tile.stage[to], bits);
-  };
-  const auto copy_rows = [&](uint32_t to, const TensorView& tensor, int from_query, int width) {
-    copy_queries<kDim, Layout>(p, tensor, to, batch, head, from_query, width);
   };
   constexpr uint32_t kTileBytes = kShape.queries * kDim * 2;
   const auto query_tile_of = [&](int buffer) { return query_tile_0 + (kShape.late_stages == 2 ? buffer : 0) * kTileBytes; };
@@ -413,20 +443,20 @@ __device__ __forceinline__ void add_head(const BackwardCall& call, Shared& share
   };
   int first_query = 0, coming_query = 0, buffer = 0;
   Chunk chunk, coming;
-  bool has_chunk = next_chunk(first_query, chunk);
+  bool has_chunk = scheduler.next(first_query, chunk);
   if (has_chunk) {
-    copy_bits(0);
     copy_rows(query_tile_0, p.query, first_query, head_dim);
     copy_rows(grad_out_tile_0, call.b.grad_out, first_query, value_dim);
-    copy_terms<kIsPlain>(call, shared, 0, batch, head, first_query);
+    scheduler.copy_notes(shared, 0, first_query);
+    copy_terms<Traits>(call, shared, scheduler, 0, batch, head, first_query);
   }
   copy_async_commit();
   // What is copied for the coming chunk once nobody reads the tile of grad_out that it goes to.
   const auto copy_early = [&] {
     if (!has_chunk) return;
-    copy_bits(buffer ^ 1);
     copy_rows(grad_out_tile_of(buffer ^ 1), call.b.grad_out, coming_query, value_dim);
-    copy_terms<kIsPlain>(call, shared, buffer ^ 1, batch, head, coming_query);
+    scheduler.copy_notes(shared, buffer ^ 1, coming_query);
+    copy_terms<Traits>(call, shared, scheduler, buffer ^ 1, batch, head, coming_query);
   };
 
   while (has_chunk) {
@@ -439,7 +469,7 @@ __device__ __forceinline__ void add_head(const BackwardCall& call, Shared& share
       if (is_bad) clear_query<kDim>(shared, buffer, own);
       __syncthreads();
     }
-    has_chunk = next_chunk(coming_query, coming);
+    has_chunk = scheduler.next(coming_query, coming);
     if (has_chunk && kShape.late_stages == 2) copy_rows(query_tile_of(buffer ^ 1), p.query, coming_query, head_dim);
     if (kHasEarlyStages) {
       copy_early();
@@ -449,7 +479,8 @@ __device__ __forceinline__ void add_head(const BackwardCall& call, Shared& share
     // Scores and their gradients, to shared memory.
     const int lane = static_cast<int>((kIsPlain ? threadIdx.x : thread_index()) % 32);  // fresh where registers are short
     const int row = warp_row + lane / 4;                                                // of this thread's first element
-    put_scores<T, kDim, Traits>(call, shared, chunk, buffer, batch, head, first_query, first_key, warp_row, warp_column, lane);
+    put_scores<T, kDim, Traits>(call, shared, scheduler, chunk, buffer, batch, head, first_query, first_key, warp_row,
+                                warp_column, lane);
     __syncthreads();
 
     if (!kHasEarlyStages) {
@@ -465,7 +496,7 @@ __device__ __forceinline__ void add_head(const BackwardCall& call, Shared& share
       const int part_of_query = warp % kColumns * kDimN * 8, width = static_cast<int>(sum_width(p.head_dim));
       clear(grad_query);
       accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query);
-      find_query_sums(call, batch, head, first_query + row, rows);
+      find_query_sums(call, scheduler, batch, head, first_query, row, rows);
       const AddRows<kM, kDimN> add{grad_query, rows, part_of_query, width};
       if (kHasEarlyStages) {
         accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part, add);
@@ -489,9 +520,23 @@ __device__ __forceinline__ void add_head(const BackwardCall& call, Shared& share
   }
 }
 
+// Adds the gradients of a warp's keys, of which `key` is the first, to rows of key_sums.
+template <int kN>
+__device__ __forceinline__ void add_key_gradients(const BackwardCall& call, int batch, int kv_head, int key, int column,
+                                                  const float (&grad_key)[2][kN][4], const float (&grad_value)[2][kN][4]) {
+  const AttentionParams& p = call.b.forward;
+  const int key_width = static_cast<int>(sum_width(p.head_dim)), value_width = static_cast<int>(sum_width(p.value_dim));
+  float *key_rows[2][2], *value_rows[2][2];
+  find_key_sums(
+      call, batch, kv_head, key_width, value_width, static_cast<int>(threadIdx.x % 32 / 4), [&](int row) { return key + row; },
+      key_rows, value_rows);
+  add_rows(grad_key, key_rows, column, key_width, 0, 1);
+  add_rows(grad_value, value_rows, column, value_width, 0, 1);
+}
+
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
-// grad_value [B, Hkv, Sk, D or Dv], and rows of query_sums. A block has one tile of keys of one kv head and loops over the
-// queries of its group, head by head, chunk by chunk; scores are [queries, keys].
+// grad_value [B, Hkv, Sk, D or Dv], or rows of key_sums, and rows of query_sums. A block has one tile of keys of one kv head and
+// loops over the queries of its group, head by head, chunk by chunk; scores are [queries, keys].
 template <class T, int kDim, class Traits, SmemBudget kSmemBudget>
 __global__ __launch_bounds__(
     kBackwardDkdvShape<kDim, kSmemBudget>.warps * 32,
@@ -511,20 +556,21 @@ __global__ __launch_bounds__(
   const int group = static_cast<int>(p.heads / p.kv_heads), thread = threadIdx.x, warp = thread / 32;
   const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
   const int key_row = warp % kKeyWarps * 32, row_part = warp / kKeyWarps * kRowN * 8;  // of this warp's grad_key and grad_value
-  constexpr bool kIsPlain = Traits::kKeys == Keys::kAll;
-  const bool is_gathered = !kIsPlain && call.live_keys.index;
+  constexpr bool kIsListed = Traits::kGathersQueries;
+  const bool is_gathered = kIsGeneral<Traits> && call.live_keys.index;
 
   const uint32_t key_tile = shared_address(shared.key), value_tile = shared_address(shared.value);
 
   // Find this block's tile: early tiles come first, because causality makes them long.
   const int tiles = static_cast<int>((p.key_length + kShape.keys - 1) / kShape.keys);
   const int tile = static_cast<int>(blockIdx.x % tiles), first_key = tile * kShape.keys;
-  const int64_t pairs_per_block = kIsPlain ? 1 : call.batches_per_block * call.kv_heads_per_block;
-  const int64_t kv_heads_apart = p.kv_heads / (kIsPlain ? 1 : call.kv_heads_per_block);
+  const int ranges = query_ranges<Traits>(p), range = kIsListed ? static_cast<int>(blockIdx.x) / tiles % ranges : 0;
+  const int64_t pairs_per_block = kIsGeneral<Traits> ? call.batches_per_block * call.kv_heads_per_block : 1;
+  const int64_t kv_heads_apart = p.kv_heads / (kIsGeneral<Traits> ? call.kv_heads_per_block : 1);
   const auto pair_of = [&](int64_t index) {
-    const int64_t pair = block_index() / static_cast<uint32_t>(tiles);
+    const int64_t pair = block_index() / static_cast<uint32_t>(tiles * ranges);
     const int batch = static_cast<int>(pair / kv_heads_apart), kv_head = static_cast<int>(pair % kv_heads_apart);
-    if constexpr (kIsPlain) return int2{batch, kv_head};
+    if constexpr (!kIsGeneral<Traits>) return int2{batch, kv_head};
     return int2{batch * static_cast<int>(call.batches_per_block) + static_cast<int>(index / call.kv_heads_per_block),
                 kv_head * static_cast<int>(call.kv_heads_per_block) + static_cast<int>(index % call.kv_heads_per_block)};
   };
@@ -533,13 +579,18 @@ __global__ __launch_bounds__(
     const int batch = pair.x, kv_head = pair.y;
 
     // Find the keys of the tile that some query sees.
-    if constexpr (!kIsPlain) {
+    if constexpr (kIsGeneral<Traits>) {
       if (!find_keys(call, shared, batch, kv_head, first_key)) continue;
+    }
+    if constexpr (kIsListed) {
+      if (!is_met(call, batch, kv_head, first_key, range)) continue;
     }
     // The key in a row of the tile, -1 for none.
     const auto key_at = [&](int row) {
-      if constexpr (kIsPlain) return first_key + row < p.key_length ? first_key + row : -1;
-      if constexpr (!kIsPlain) return shared.tile.stage[0].index[row];
+      const int key = first_key + row;
+      if constexpr (kIsGeneral<Traits>) return shared.tile.stage[0].index[row];
+      if constexpr (kIsListed) return is_seen_key(call, batch, kv_head, key) ? key : -1;
+      return key < p.key_length ? key : -1;
     };
     const auto copy_keys = [&](uint32_t to, const TensorView& tensor, int width) {
       const char* const from = rows_of_head(tensor, batch, kv_head);
@@ -558,14 +609,18 @@ __global__ __launch_bounds__(
     clear(grad_key);
     clear(grad_value);
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      add_head<T, kDim, Traits, Layout>(call, shared, batch, head, first_key, warp_row, warp_column, key_row, row_part, grad_key,
-                                        grad_value);
+      add_head<T, kDim, Traits, Layout>(call, shared, batch, head, first_key, range, warp_row, warp_column, key_row, row_part,
+                                        grad_key, grad_value);
       __syncthreads();
-      if constexpr (!kIsPlain) add_key_bias_gradient(call, shared, batch, head);
+      if constexpr (kIsGeneral<Traits>) add_key_bias_gradient(call, shared, batch, head);
     }
 
-    // Leave the gradients in the places of the keys and values, and write them out from there.
     copy_async_wait<0>();
+    if constexpr (kIsListed) {
+      add_key_gradients(call, batch, kv_head, first_key + key_row, row_part, grad_key, grad_value);
+      continue;
+    }
+    // Leave the gradients in the places of the keys and values, and write them out from there.
     __syncthreads();
     put_tile<T, kDim>(key_tile, grad_key, key_row, row_part, [&](int, int) { return call.scale; });
     put_tile<T, kDim>(value_tile, grad_value, key_row, row_part, [](int, int) { return 1.0f; });
@@ -575,7 +630,7 @@ __global__ __launch_bounds__(
       store_tile<kDim, kThreads, kShape.keys>(from, width, [&](int r) -> char* {
         const int in_order = static_cast<int>(block_index() % static_cast<uint32_t>(tiles)) * kShape.keys + r;
         int at = in_order;
-        if constexpr (!kIsPlain) at = is_gathered ? shared.tile.stage[0].index[r] : in_order;
+        if constexpr (kIsGeneral<Traits>) at = is_gathered ? shared.tile.stage[0].index[r] : in_order;
         return at >= 0 && at < p.key_length ? rows_of_head(tensor, to.x, to.y) + at * tensor.row_stride * 2 : nullptr;
       });
     };
@@ -595,8 +650,9 @@ cudaError_t launch_backward_dkdv(const BackwardCall& call, cudaStream_t stream) 
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
   const AttentionParams& p = call.b.forward;
-  const int64_t pairs_per_block = Traits::kKeys == Keys::kAll ? 1 : call.batches_per_block * call.kv_heads_per_block;
-  const int64_t blocks = (p.key_length + kShape.keys - 1) / kShape.keys * (p.batch * p.kv_heads / pairs_per_block);
+  const int64_t pairs_per_block = kIsGeneral<Traits> ? call.batches_per_block * call.kv_heads_per_block : 1;
+  const int64_t tiles = (p.key_length + kShape.keys - 1) / kShape.keys;
+  const int64_t blocks = tiles * query_ranges<Traits>(p) * (p.batch * p.kv_heads / pairs_per_block);
   if (blocks == 0) return cudaSuccess;
   kernel<<<grid_of(blocks), kShape.warps * 32, kBytes, stream>>>(call);
   return cudaGetLastError();

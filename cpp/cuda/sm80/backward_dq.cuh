@@ -78,27 +78,6 @@ __device__ __forceinline__ void clear_bad_rows(const BackwardCall& call, Shared&
   }
 }
 
-// The rows of key_sums of the thread's keys, of which key_of(row) is the first; a key that does not exist has the spare row.
-template <class KeyOf>
-__device__ __forceinline__ void find_key_sums(const BackwardCall& call, int batch, int kv_head, int key_width, int value_width,
-                                              int row, const KeyOf& key_of, float* (&key_rows)[2][2],
-                                              float* (&value_rows)[2][2]) {
-  const AttentionParams& p = call.b.forward;
-  const uint64_t row_bytes = static_cast<uint32_t>(key_width + value_width) * 4;
-  char* const first_row = reinterpret_cast<char*>(call.key_sums) + (batch * p.kv_heads + kv_head) * p.key_length * row_bytes;
-  char* const no_row = reinterpret_cast<char*>(call.key_sums) + p.batch * p.kv_heads * p.key_length * row_bytes;
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int key = key_of(row + 16 * m + 8 * r);
-      const bool is_key = key >= 0 && key < p.key_length;
-      key_rows[m][r] = reinterpret_cast<float*>(is_key ? first_row + static_cast<uint32_t>(key) * row_bytes : no_row);
-      value_rows[m][r] = key_rows[m][r] + key_width;
-    }
-  }
-}
-
 // Adds the gradient of key_bias of a chunk of a union, the sums of the block's warps in their order. A thread takes a key.
 template <class Shared, class Stage>
 __device__ __forceinline__ void add_bias_in_order(const Shared& shared, const Stage& stage, const AttentionParams& p,

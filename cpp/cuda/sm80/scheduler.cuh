@@ -43,7 +43,8 @@ struct KeySources {
   const int32_t* index;  // the list of the segment
   const int2* span;
   int listed;
-  const uint32_t* union_seen;  // of a union: [listed, words]; null: the list is one of live keys
+  const uint32_t* union_seen;  // of a union: [words, union_capacity]; null: the list is one of live keys
+  int64_t union_capacity;
 };
 
 // How full the rings of gathered keys are.
@@ -276,7 +277,7 @@ class KeyScheduler {
       const KeyUnions& unions = live_keys.unions;
       const int64_t list = unions.list_of(batch, head, first_query);
       to.index = unions.key + list * unions.capacity, to.listed = unions.count[list];
-      to.union_seen = unions.seen + list * unions.capacity * unions.words;
+      to.union_seen = unions.seen_of(list), to.union_capacity = unions.capacity;
       return;
     }
     const int64_t mask_head = live_keys.mask_head_of(batch, head);
@@ -372,12 +373,15 @@ class KeyScheduler {
     if (first >= sources().listed) return false;
     if (thread < kKeys) {
       const bool is_key = first + thread < sources().listed;
-      const int key = is_key ? sources().index[first + thread] : -1;
-      stage.index[thread] = key;
+      const uint32_t* from = sources().union_seen + first + thread;
+      const int64_t capacity = sources().union_capacity;
+      uint32_t seen[kWords];  // all are asked for before one is awaited
 #pragma unroll
-      for (int word = 0; word < kWords; ++word) {
-        stage.union_seen[word][thread] = is_key ? sources().union_seen[static_cast<int64_t>(first + thread) * kWords + word] : 0;
-      }
+      for (int word = 0; word < kWords; ++word, from += capacity) seen[word] = is_key ? *from : 0;
+      const int key = is_key ? sources().index[first + thread] : -1;
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) stage.union_seen[word][thread] = seen[word];
+      stage.index[thread] = key;
       if (sources().key_bias) {
         copy_async_4(shared_address(&stage.key_bias[thread]), sources().key_bias + max(key, 0), is_key);
       } else {

@@ -24,7 +24,12 @@ enum Flag : uint32_t {
   kStarts = 2048,  // Keys::kIntervals, with kSpans: the beginnings of spans have to be tested, too
   // Keys::kGathered and kIntervals: computing warp 0 needs the test of kSpans or kFew; the next bits say so of the next warps.
   kTested = 1 << 16,
+  // Keys::kUnion: some row of computing warpgroup 0 sees a key; the next bits say so of the next warpgroups. A warpgroup of which
+  // no row does leaves the chunk out, unless it is a tile's first or last.
+  kSeenByFirst = 1 << 28,
 };
+inline constexpr int kSeenBit = 12;  // of kSeenByFirst, counted from kTested
+static_assert(kSeenByFirst == kTested << kSeenBit);
 
 constexpr int kFewRows = 32;
 

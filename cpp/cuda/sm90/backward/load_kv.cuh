@@ -38,11 +38,10 @@ __device__ __forceinline__ void load_key_tile(const BackwardCall& call, const Ba
     if constexpr (Traits::kIsUnion) {
       const KeyUnions& unions = opaque_reload(&call)->live_keys.unions;
       const int64_t list = unions.list_of(work_tile.batch, work_tile.head, from);
-      const uint32_t* const seen = unions.seen + (list * unions.capacity + first_place + row) * unions.words;
+      const uint32_t* const seen = unions.seen_of(list) + first_place + row;
       // Two words of 64 queries, or four of 128 (plan_unions_of_part).
-      const uint2* const pairs = reinterpret_cast<const uint2*>(seen);
-      const uint2 none = {0, 0}, first = key >= 0 ? pairs[0] : none, second = key >= 0 && unions.words > 2 ? pairs[1] : none;
-      *reinterpret_cast<uint4*>(descriptor.union_seen[row]) = {first.x, first.y, second.x, second.y};
+      const auto word = [&](int i) { return key >= 0 && i < unions.words ? seen[i * unions.capacity] : 0u; };
+      *reinterpret_cast<uint4*>(descriptor.union_seen[row]) = {word(0), word(1), word(2), word(3)};
     }
     bounds[0] = min(bounds[0], is_key ? span.first : kLastPosition);
     bounds[1] = max(bounds[1], is_key ? span.first : kLastPosition);
@@ -93,14 +92,6 @@ __device__ __forceinline__ void load_key_tile(const BackwardCall& call, const Ba
   ++tile_visit;
 }
 
-// Is the key a sink, or a local key of some query, or behind the last key?
-__device__ __forceinline__ bool is_forced(const AttentionParams& p, int batch, int key) {
-  const IndexLists& index = p.mask.index;
-  const int low = local_shift(index, batch, static_cast<int>(p.key_length - p.query_length)),
-            high = low + static_cast<int>(p.query_length) - 1;
-  return key < index.sinks || key >= p.key_length || (index.local > 0 && key <= high && low - key < index.local);
-}
-
 // key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> a tile of 128 keys [keys, D or Dv] in shared memory for each tile visit, with a
 // descriptor. By half a warpgroup.
 template <int kDim, class Traits>
@@ -140,7 +131,16 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
         load_key_tile<kDim, Traits>(
             call, maps, shared, tile_visit, work_tile, base, from, to,
             [&](int row) { return base + row < count ? opaque_reload(&call)->live_keys.unions.key[begin + base + row] : -1; },
-            [&](int, int) { return Span{kFirstPosition, kLastPosition}; });
+            [&](int row, int) {  // from the first group of queries that sees the key to the last, of which there are two
+              const KeyUnions& unions = opaque_reload(&call)->live_keys.unions;
+              Span span = {kFirstPosition, kLastPosition};
+              if (unions.groups == 1) return span;
+              const uint32_t* const seen = unions.seen_of(list) + base + row;
+              const int middle = from + unions.queries / 2 + static_cast<int>(p.key_length - p.query_length);
+              if ((seen[0] | seen[unions.capacity]) == 0) span.first = middle;
+              if ((seen[2 * unions.capacity] | seen[3 * unions.capacity]) == 0) span.last = middle;
+              return span;
+            });
       }
     } else if constexpr (kIsGathered) {
       const LiveKeys& live_keys = opaque_reload(&call)->live_keys;
@@ -160,21 +160,17 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       }
     } else {
       int tile = work_tile.tile, from = 0, to = query_length;
-      uint32_t listed = 0xffffffffu;
       if constexpr (Traits::kGathersQueries) {
         // Late ranges of queries first, whose lists are long, and for each of them all tiles of keys.
         const QueryLists& lists = opaque_reload(&call)->live_keys.query_lists;
         from = (work.shares - 1 - tile / lists.tiles) * kRangeQueries, to = from + kRangeQueries, tile %= lists.tiles;
         const int64_t mask_head = lists.mask_head_of(work_tile.batch, work_tile.head);
         if (lists.first_entry(mask_head, tile, from) == lists.first_entry(mask_head, tile, to)) continue;
-        listed = lists.listed[mask_head * lists.tiles + tile];
       }
       const int first_key = tile * kKeys;
       load_key_tile<kDim, Traits>(
           call, maps, shared, tile_visit, work_tile, first_key, from, to,
           [&](int row) {
-            if (Traits::kGathersQueries && !has_bit(listed, row / kListedKeys) && !is_forced(p, work_tile.batch, first_key + row))
-              return -1;
             if (!call.seen) return first_key + row;
             const int seen_row = (work_tile.batch * static_cast<int>(p.heads) + work_tile.head) / call.heads_at_once;
             return has_bit(call.seen[seen_row * call.seen_words + (first_key + row) / 32], row % 32) ? first_key + row : -1;

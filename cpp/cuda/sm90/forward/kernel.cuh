@@ -148,7 +148,15 @@ class Consumer {
     // From here on the scores of one chunk are computed beside the sums of the one before, which may belong to the tile before.
     look_ahead();
     narrow();  // at the end the descriptor has no key_bias, and what is read is not used
-    while (!(flags_ & kEnd)) compute_chunk();
+    while (!(flags_ & kEnd)) {
+      if constexpr (Traits::kIsUnion) {
+        if (leaves_out()) {
+          leave_out_chunks();
+          continue;
+        }
+      }
+      compute_chunk();
+    }
     compute_last_sums();
   }
 
@@ -236,8 +244,50 @@ class Consumer {
     narrow();
   }
 
+  // Does no row of this warpgroup see a key of the chunk? The first and the last chunk of a tile are computed all the same, so
+  // that tiles begin and end together.
+  __device__ __forceinline__ bool leaves_out() const {
+    return !(flags_ & (kFirst | kLast | kEnd)) && !has_bit(flags_ / kSeenByFirst, group_);
+  }
+
+  // Adds the sums of chunk n - 1, says of the chunks from n on that are left out that their places are free, and computes the
+  // scores of the one after them. The values of those are waited for, since a place is freed only once in each round of its ring.
+  __device__ __forceinline__ void leave_out_chunks() {
+    add_sums();
+    barrier_arrive(value_empty_.at(n_ - 1));
+    for (; leaves_out(); look_ahead()) {
+      value_full_.wait_full(n_);
+      barrier_arrive(key_empty_.at(n_));
+      barrier_arrive(value_empty_.at(n_));
+      barrier_arrive(descriptor_empty_.at(n_));
+    }
+    if (reads_bias()) {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) read_bias(scores_[0], shared_.descriptors[n_ % kShape.descriptors], column_, i);
+    }
+    pin(scores_[0]);
+    begin_products();
+    begin_scores(tile_, n_ % kShape.stages);
+    wait_products<0>();
+    pin(scores_[0]);
+    barrier_arrive(key_empty_.at(n_));
+    if (!kByCopy && flags_ & kLast) free_queries(tile_);
+    weigh(tile_, [] {});
+    barrier_arrive(descriptor_empty_.at(n_));
+    look_ahead();
+    if (moves_) Softmax::rescale(out_[0], factor_);
+    narrow();
+  }
+
   // Adds the last chunk, and stores the last tile.
   __device__ __forceinline__ void compute_last_sums() {
+    add_sums();
+    store(softmax_, tile_);
+    if (kByCopy && lane_ == 0) wait_stores_read();
+  }
+
+  // The sums of chunk n - 1, beside which nothing else runs.
+  __device__ __forceinline__ void add_sums() {
     value_full_.wait_full(n_ - 1);
     pin(out_[0]);
     begin_products();
@@ -245,8 +295,6 @@ class Consumer {
     wait_products<0>();
     pin(out_[0]);
     if (is_storing_) free_queries(tile_ - 1);
-    store(softmax_, tile_);
-    if (kByCopy && lane_ == 0) wait_stores_read();
   }
 
   // Goes on to the next chunk's descriptor. Called before waiting for the products of the chunk before, so that the flags are

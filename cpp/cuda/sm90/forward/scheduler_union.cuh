@@ -25,7 +25,8 @@ __device__ __forceinline__ uint32_t rows_of_queries(uint32_t bits) {
 }
 
 // Writes into the descriptor which rows of the tile see the key of a row of the chunk. Returns a bit for each computing warp of
-// which some row does not. seen: bits of the tile's queries, of which each has 2^shift rows; kShift is shift, at most 4.
+// which some row does not, and bits from kSeenBit on for the warpgroups of which some row does. seen: bits of the tile's queries,
+// of which each has 2^shift rows; kShift is shift, at most 4.
 template <int kShift, class Descriptor, int kWords>
 __device__ __forceinline__ uint32_t describe_union(Descriptor& descriptor, int row, const uint32_t (&seen)[kWords], int shift) {
   uint32_t tested = 0;
@@ -36,6 +37,7 @@ __device__ __forceinline__ uint32_t describe_union(Descriptor& descriptor, int r
     const uint32_t rows = rows_of_queries<kShift>(seen[kShift < 4 ? (warp * 16 >> kShift) / 32 : 0] >> query % 32);
     descriptor.seen[warp][Descriptor::seen_place(row)] = static_cast<uint16_t>(rows);
     if (rows != 0xffffu) tested |= 1u << warp;
+    if (rows != 0) tested |= 1u << (kSeenBit + warp / 4);
   }
   return tested;
 }
@@ -46,7 +48,7 @@ __device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
   const KeyUnions& unions = call_.live_keys.unions;
   const int64_t list = unions.list_of(batch_, head_, first_query_);
   const int32_t* const keys = unions.key + list * unions.capacity;
-  const uint32_t* const bits = unions.seen + list * unions.capacity * unions.words;
+  const uint32_t* const bits = unions.seen_of(list);
   const int count = unions.count[list], shift = work_.log2_heads_per_tile;
   int key[kRowsPerThread];
   uint32_t seen[kRowsPerThread][kWords];
@@ -59,7 +61,7 @@ __device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
       key[i] = is_key ? keys[at] : 0;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
-        seen[i][word] = is_key && word < unions.words ? bits[static_cast<int64_t>(at) * unions.words + word] : 0;
+        seen[i][word] = is_key && word < unions.words ? bits[word * unions.capacity + at] : 0;
       }
     }
   };
@@ -85,7 +87,7 @@ __device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
     const bool is_last = begin + kKeys >= count;
     if (!is_last) read(begin + kKeys);
     const uint32_t tested = reduce_tested(mine);
-    accept(tested ? kSpans | tested : 0);
+    accept((tested & (kSeenByFirst - kTested) ? kSpans : 0) | tested);
     if (!is_last) publish(0);
   }
 }
