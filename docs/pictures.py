@@ -40,12 +40,13 @@ def gallery() -> dict[str, IntervalMask | BlockMask | IndexMask | Any]:
     queries, columns = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     pairs = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(7))
     chosen = pairs[..., :8] < 0.4
+    documents = IntervalMask.documents(LENGTH, ends)
     return {
         "intervals": IntervalMask(keys, keys + keys % 16 + 1),
         "causal": IntervalMask.causal(LENGTH),
         "sliding_window": IntervalMask.sliding_window(LENGTH, left=11, right=3),
         "streaming": IntervalMask.streaming(LENGTH, sink_keys=4, local=12),
-        "documents": IntervalMask.documents(LENGTH, ends),
+        "documents": documents,
         "documents_whole": IntervalMask.documents(LENGTH, ends, is_causal=False),
         "prefix": IntervalMask.prefix(LENGTH, 20),
         "padding": IntervalMask.padding(LENGTH, 44),
@@ -72,7 +73,7 @@ def gallery() -> dict[str, IntervalMask | BlockMask | IndexMask | Any]:
         "lists_top_k": IndexMask.top_k(pairs, 8, local=6, sink_keys=2),
         "lists_blocks": IndexMask.top_k(pairs[..., :16], 3, block_size=4, local=4),
         "lists_from_bool": IndexMask.from_bool(chosen.repeat_interleave(8, 3), block_size=8),
-        "lists_documents": IndexMask.top_k(pairs, 8, local=6) & IntervalMask.documents(LENGTH, ends),
+        "lists_documents": IndexMask.top_k(pairs, 8, local=6, base=documents) & documents,
         "combined": IntervalMask.causal(192) & BlockMask.from_blocks(table, block_size=32),
     }
 

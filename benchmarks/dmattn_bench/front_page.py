@@ -1,6 +1,6 @@
 """The README's table of six models that differ in attention alone, from the training runs in benchmarks/results.
 
-``per-query`` is `nn.IndexedAttention.recommended`, whose convolution its runs of text have only where the line says so, ``half local`` the
+``per-query`` is `nn.IndexedAttention.recommended`, whose convolution its runs of text have only in lines that say so, ``half local`` the
 same with ``local_heads="half"``, ``per-key`` `nn.DynamicMaskAttention.recommended`, ``dense+`` the best dense model, ``sliding+`` the best
 sliding window and ``hybrid`` the same with one dense layer in three. Memory of decoding is counted from the caches themselves.
 """
@@ -64,9 +64,9 @@ class Line:
 
 LINES = (
     Line("8,192 tokens: bits per byte, 2,000 steps", {**SHORT, "conv": 1}, bits),
-    Line("the same with the layer's convolution", {**SHORT, **CONVOLVED}, bits),
-    Line("32,768 tokens, with it: bits per byte, 2,000 steps", {**CONVOLVED, **TOKENS_32768}, bits),
-    Line("8,192 tokens of C++ headers, with it: bits per byte, 2,000 steps", {**CONVOLVED, **HEADERS}, bits),
+    Line("8,192 tokens, convolved: bits per byte, 2,000 steps", {**SHORT, **CONVOLVED}, bits),
+    Line("32,768 tokens, convolved: bits per byte, 2,000 steps", {**CONVOLVED, **TOKENS_32768}, bits),
+    Line("8,192 tokens of C++ headers, convolved: bits per byte, 2,000 steps", {**CONVOLVED, **HEADERS}, bits),
     Line("32,768 tokens: bits per byte, 250 seconds", LONG, bits),
     Line("the same, 12 layers of 1,024, 16 heads on 4, 20 minutes", LARGER, bits),
     Line("32,768 tokens: tokens per second in training", LONG, rate),

@@ -74,10 +74,10 @@ struct BackwardCall {
   int32_t* tile_counter =
       nullptr;                // of the portable kernel with index lists, where sums have a fixed order: blocks that have started
   int64_t chained_heads = 1;  // likewise: query heads whose blocks add to the same sums
-  // Where keys come in order: how many query heads of a group a block of Hopper's takes one after the other.
+  // Where keys come in order, and where queries are listed: how many query heads of a group a block takes one after the other.
   int heads_at_once = 1;
-  // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some
-  // query of those heads see?
+  // With a block mask, intervals and keys in order, or listed queries: which keys does some query of those heads see? The others
+  // stay out of tiles of keys.
   uint32_t* seen = nullptr;  // [B, H / heads_at_once, seen_words] bits; null: all keys
   int seen_words = 0;        // 4 for each 128 keys
   // Batches and kv heads that one block takes one after the other, so that what is added to the same element of a broadcast bias

@@ -430,9 +430,9 @@ def test_the_table_of_models_has_their_runs_alone(quality, tmp_path):
     texts = "0.500 (1 seed) | 0.750 (1 seed) | 1.500 ± 0.500 | 1.250 (1 seed) | not measured | not measured"
     assert lines[2:9] == [
         f"| 8,192 tokens: bits per byte, 2,000 steps | {texts} |",
-        f"| the same with the layer's convolution |{' not measured |' * 2} 3.000 (1 seed) |{' not measured |' * 3}",
-        f"| 32,768 tokens, with it: bits per byte, 2,000 steps |{' not measured |' * 6}",
-        f"| 8,192 tokens of C++ headers, with it: bits per byte, 2,000 steps |{' not measured |' * 3} 0.250 (1 seed) |{' not measured |' * 2}",
+        f"| 8,192 tokens, convolved: bits per byte, 2,000 steps |{' not measured |' * 2} 3.000 (1 seed) |{' not measured |' * 3}",
+        f"| 32,768 tokens, convolved: bits per byte, 2,000 steps |{' not measured |' * 6}",
+        f"| 8,192 tokens of C++ headers, convolved: bits per byte, 2,000 steps |{' not measured |' * 3} 0.250 (1 seed) |{' not measured |' * 2}",
         f"| 32,768 tokens: bits per byte, 250 seconds |{' not measured |' * 5} 1.750 (1 seed) |",
         f"| the same, 12 layers of 1,024, 16 heads on 4, 20 minutes |{' not measured |' * 6}",
         "| 32,768 tokens: tokens per second in training | not measured | not measured | not measured | not measured | not measured | 1,234 |",

@@ -2,8 +2,8 @@
 //
 // A block makes one union. It collects the bits of the queries for a range of blocks of keys in shared memory, which has a place
 // for each block of the range, whatever order the lists have and however often an entry is repeated. The blocks that some query
-// needs are spread out into keys, what other masks hide is taken away, and what is left is written down in order. Of a list that
-// is sorted, each range reads only its own part.
+// needs are spread out into keys, what other masks hide is taken away, and what is left is written down in order, then sorted by
+// groups of queries if the union has some. Of a list that is sorted, each range reads only its own part.
 #include <algorithm>
 
 #include "../calls.h"
@@ -289,13 +289,14 @@ static_assert(SortedPart::kMostKeys + SortedPart::kMostKeys / 32 * SortedPart::k
 // Reads a part of a union, of `count` keys, and finds their classes.
 __device__ __forceinline__ void read_classes(const SortedPart& part, const KeyUnions& unions, const int32_t* keys,
                                              const uint32_t* seen, int count) {
-  const int of_group = unions.queries / unions.groups, lane = static_cast<int>(threadIdx.x) % 32;
+  const int group_queries = unions.queries / unions.groups, lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t group_bits[kMostUnionGroups][kMostUnionWords];
 #pragma unroll
   for (int group = 0; group < kMostUnionGroups; ++group) {
 #pragma unroll
     for (int word = 0; word < kMostUnionWords; ++word) {
-      group_bits[group][word] = group < unions.groups ? bits_between(group * of_group, (group + 1) * of_group, word) : 0;
+      group_bits[group][word] =
+          group < unions.groups ? bits_between(group * group_queries, (group + 1) * group_queries, word) : 0;
     }
   }
   for (int i = static_cast<int>(threadIdx.x); i < (count + 31) / 32 * 32; i += kThreads) {

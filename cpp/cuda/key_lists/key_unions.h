@@ -20,8 +20,8 @@ inline constexpr int kMostUnionGroups = 3;  // into which the queries of a tile 
 // has room for. There are as many mask heads as the masks of a call together tell apart.
 //
 // Keys ascend, or where a tile has groups of queries that are computed apart, they are sorted by the groups that see them: most
-// chunks of `chunk` keys are then seen by the same groups throughout, and the others leave them out. Chunks that few groups see
-// take turns, so that all groups have work.
+// chunks of `chunk` keys are then seen by the same groups throughout, and the others leave them out. Chunks that equally many
+// groups see take turns, so that all groups have work.
 struct KeyUnions {
   int32_t* key = nullptr;    // [mask heads, tiles, capacity]; null: the call has no index lists
   uint32_t* seen = nullptr;  // [mask heads, tiles, words, capacity]: query q of the tile sees the key where bit q is set

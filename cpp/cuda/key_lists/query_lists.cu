@@ -185,8 +185,8 @@ __device__ __forceinline__ bool is_seen_by_some(const BackwardCall& call, int ba
       first < last && (key < index.sinks || (first_local < last && first_local + index.local > first && index.local > 0));
   const bool is_open = first < last && !is_seen;
   if (!__any_sync(0xffffffffu, is_open)) return is_seen;
-  // Of those that list the key the last are looked at first, 32 at a time. More are asked for at once, since a key that few list
-  // may be far.
+  // Of the queries that list the key the last are looked at first, 32 at a time. More entries are loaded at once, since one that
+  // lists the key may be far from the end.
   constexpr int kAtOnce = 8;
   const int64_t mask_head = lists.mask_head_of(batch, head);
   const int after = __reduce_max_sync(0xffffffffu, is_open ? last : 0) + kListQueries - 1;

@@ -372,8 +372,8 @@ __device__ __forceinline__ void put_scores(const BackwardCall& call, Shared& sha
   put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
 }
 
-// The rows of query_sums of the thread's queries, of which the first is in a row of the chunk; a query that does not exist has
-// the spare row.
+// The rows of query_sums of the thread's queries, of which the first is in row `row` of the chunk; a query that does not exist
+// has the spare row.
 template <class Scheduler, int kM>
 __device__ __forceinline__ void find_query_sums(const BackwardCall& call, const Scheduler& scheduler, int batch, int head,
                                                 int first_query, int row, float* (&rows)[kM][2]) {
@@ -536,7 +536,8 @@ __device__ __forceinline__ void add_key_gradients(const BackwardCall& call, int 
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value [B, Hkv, Sk, D or Dv], or rows of key_sums, and rows of query_sums. A block has one tile of keys of one kv head and
-// loops over the queries of its group, head by head, chunk by chunk; scores are [queries, keys].
+// loops over the queries of its group (listed ones: over those of one range), head by head, chunk by chunk; scores are
+// [queries, keys].
 template <class T, int kDim, class Traits, SmemBudget kSmemBudget>
 __global__ __launch_bounds__(
     kBackwardDkdvShape<kDim, kSmemBudget>.warps * 32,
@@ -561,10 +562,12 @@ __global__ __launch_bounds__(
 
   const uint32_t key_tile = shared_address(shared.key), value_tile = shared_address(shared.value);
 
-  // Find this block's tile: early tiles come first, because causality makes them long.
+  // Find this block's tile: early tiles come first, because causality makes them long, and late ranges of listed queries, whose
+  // lists are long.
   const int tiles = static_cast<int>((p.key_length + kShape.keys - 1) / kShape.keys);
   const int tile = static_cast<int>(blockIdx.x % tiles), first_key = tile * kShape.keys;
-  const int ranges = query_ranges<Traits>(p), range = kIsListed ? static_cast<int>(blockIdx.x) / tiles % ranges : 0;
+  const int ranges = query_ranges<Traits>(p);
+  const int range = kIsListed ? ranges - 1 - static_cast<int>(blockIdx.x) / tiles % ranges : 0;
   const int64_t pairs_per_block = kIsGeneral<Traits> ? call.batches_per_block * call.kv_heads_per_block : 1;
   const int64_t kv_heads_apart = p.kv_heads / (kIsGeneral<Traits> ? call.kv_heads_per_block : 1);
   const auto pair_of = [&](int64_t index) {

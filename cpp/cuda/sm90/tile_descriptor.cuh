@@ -22,7 +22,8 @@ enum Flag : uint32_t {
   kCompact = 512,  // with kInOrder: its rows are those of the compact keys; so are all chunks of the tile
   kHuge = 1024,    // set by the warps that load keys, where scores start with key_bias: some of it is beyond kHugeBias
   kStarts = 2048,  // Keys::kIntervals, with kSpans: the beginnings of spans have to be tested, too
-  // Keys::kGathered and kIntervals: computing warp 0 needs the test of kSpans or kFew; the next bits say so of the next warps.
+  // Keys::kGathered, kIntervals and kUnion: computing warp 0 needs the test of kSpans or kFew; the next bits say so of the next
+  // warps.
   kTested = 1 << 16,
   // Keys::kUnion: some row of computing warpgroup 0 sees a key; the next bits say so of the next warpgroups. A warpgroup of which
   // no row does leaves the chunk out, unless it is a tile's first or last.

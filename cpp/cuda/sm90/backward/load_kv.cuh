@@ -131,10 +131,12 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
         load_key_tile<kDim, Traits>(
             call, maps, shared, tile_visit, work_tile, base, from, to,
             [&](int row) { return base + row < count ? opaque_reload(&call)->live_keys.unions.key[begin + base + row] : -1; },
-            [&](int row, int) {  // from the first group of queries that sees the key to the last, of which there are two
+            // Of two groups of queries: the span begins at the first that sees the key and ends behind the last.
+            [&](int row, int) {
               const KeyUnions& unions = opaque_reload(&call)->live_keys.unions;
               Span span = {kFirstPosition, kLastPosition};
               if (unions.groups == 1) return span;
+              static_assert(kBackwardUnionWords == 4);  // two for each group
               const uint32_t* const seen = unions.seen_of(list) + base + row;
               const int middle = from + unions.queries / 2 + static_cast<int>(p.key_length - p.query_length);
               if ((seen[0] | seen[unions.capacity]) == 0) span.first = middle;
