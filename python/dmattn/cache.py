@@ -24,6 +24,13 @@ MOST_STEPS = 8
 PaddingSide = Literal["left", "right"]
 
 
+def autocast_to(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, tensors in the dtype of a cache."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
+    return tuple(x.to(dtype) if isinstance(x, Tensor) else x for x in tensors)
+
+
 class BoundedCache(nn.Module):
     """Keys and values of a model that generates with dynamic-mask attention: exact, and of a fixed size at every length.
 
@@ -347,10 +354,7 @@ class BoundedCache(nn.Module):
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
 
     def _autocast(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Under autocast, tensors in the cache's dtype."""
-        if not torch._C._is_any_autocast_enabled():
-            return tensors
-        return tuple(x.to(self.key.dtype) if isinstance(x, Tensor) else x for x in tensors)
+        return autocast_to(self.key.dtype, *tensors)
 
     def _check(
         self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, slopes: Tensor | None, kv_heads: int | None = None

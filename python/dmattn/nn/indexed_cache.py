@@ -14,6 +14,7 @@ from dmattn.attention import attention
 from dmattn.cache import (
     BoundedCache,
     PaddingSide,
+    autocast_to,
     check_index,
     check_side,
     chosen_rows,
@@ -190,7 +191,7 @@ class IndexedCache(nn.Module):
             TypeError, ValueError: a wrong type, shape or device. On a CPU, tokens for which there is no room or no page; on a GPU or compiled
                 such a sequence takes none of the call's tokens in, its length stays, and its output means nothing.
         """
-        query, key, value = self._autocast(query, key, value)
+        query, key, value = autocast_to(self.key.dtype, query, key, value)
         self._check(query, key, value, index)
         tokens, first = query.shape[2], 0 if self.streaming is None else self.streaming.num_kv_heads
         check_side(padding_side)
@@ -233,12 +234,6 @@ class IndexedCache(nn.Module):
         return out, mask
 
     forward = attend
-
-    def _autocast(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Under autocast, tensors in the cache's dtype."""
-        if not torch._C._is_any_autocast_enabled():
-            return tensors
-        return tuple(x.to(self.key.dtype) if isinstance(x, Tensor) else x for x in tensors)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, index: IndexProjections | None) -> None:
         """Refuses tensors that do not belong together or to the cache."""
