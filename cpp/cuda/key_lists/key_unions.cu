@@ -66,6 +66,7 @@ struct UnionShared {
   int warp_counts[2][kWarps];
   ClassOrder order;  // of the keys that are sorted at a time
 };
+static_assert(sizeof(UnionShared) <= 99 * 1024);  // what a block has on any GPU
 
 // The bits from `first` on, none when first is 32 or more, all when it is 0 or less.
 __device__ __forceinline__ uint32_t bits_from(int first) { return first >= 32 ? 0u : 0xffffffffu << max(first, 0); }
@@ -136,8 +137,9 @@ struct EntryList {
         ascends &= entry.y >= entry.x && entry.z >= entry.y && entry.w >= entry.z;
         latest = __shfl_sync(0xffffffffu, entry.w, 31);
       }
+      if (!__all_sync(0xffffffffu, ascends)) return false;
     }
-    return __all_sync(0xffffffffu, ascends);
+    return true;
   }
 };
 
