@@ -65,6 +65,12 @@ def dtype(name: str, value: Tensor, expected: Sequence[torch.dtype]) -> None:
         raise TypeError(f"{name}: expected dtype {names}, got {str(value.dtype).removeprefix('torch.')}")
 
 
+def like_weights(name: str, value: Tensor, layer: Any) -> None:
+    """The dtype of a linear layer's weights, unless autocast or a layer of another kind takes others."""
+    if type(layer) is torch.nn.Linear and value.dtype != layer.weight.dtype and not torch._C._is_any_autocast_enabled():
+        raise TypeError(f"{name}: expected dtype {layer.weight.dtype} like the layer, got {value.dtype}")
+
+
 def same_device(name: str, value: Tensor, like: Tensor, like_name: str = "query") -> None:
     if value.device != like.device:
         raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {value.device}")

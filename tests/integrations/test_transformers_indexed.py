@@ -239,3 +239,9 @@ def test_calls_that_cannot_be():
         set_dense(model, 1)
     with pytest.raises(ValueError, match="with dmattn's selection already"):
         convert_indexed(model, 4)
+    early = transformers.StaticCache(model.config, max_cache_len=16)
+    early.early_initialization(1, 2, 8, torch.float32, torch.device("cpu"))
+    with pytest.raises(
+        ValueError, match=r"past_key_values: expected keys of size 16, .* got 8; a static cache has to initialize itself"
+    ):
+        model(distinct()[:1, :4], past_key_values=early)

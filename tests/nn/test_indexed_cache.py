@@ -220,6 +220,65 @@ def test_a_call_that_is_refused_changes_nothing(local_heads):
         assert not cache.recent.rows.any()
 
 
+def test_a_cache_of_another_dtype_is_refused():
+    layer = layer_of().eval()
+    cache, hidden = layer.new_cache(2, 40), tensor((2, 5, 32), 0, torch.float64)
+    layer.float()
+    with (
+        torch.no_grad(),
+        pytest.raises(TypeError, match=r"query: expected dtype torch\.float64 like the cache, got torch\.float32"),
+    ):
+        layer(hidden.float(), cache=cache)
+    assert cache.length.tolist() == [0, 0]
+    assert not cache.recent.rows.any()
+    with torch.no_grad(), pytest.raises(TypeError, match=r"hidden_states: expected dtype torch\.float32 like the layer"):
+        layer(hidden, cache=layer.new_cache(2, 40))
+    with pytest.raises(TypeError, match=r"hidden_states: expected dtype .* like the layer, got torch\.int64"):
+        layer.indexer(hidden.long())
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj", "indexer"])
+def test_a_cache_has_no_gradients(trained):
+    layer = layer_of(local_heads=0).requires_grad_(False)
+    getattr(layer, trained).requires_grad_(True)
+    with pytest.raises(RuntimeError, match="IndexedAttention with a cache has no gradient"):
+        layer(tensor((1, 5, 32), 0, torch.float64), cache=layer.new_cache(1, 8))
+
+
+def test_lists_that_are_not_causal_show_no_later_token():
+    """In calls of few tokens and of many."""
+    query, key, value = (tensor((1, 1, 32, 8), seed, torch.float32) for seed in range(3))
+    lists = torch.randint(0, 32, (1, 1, 32, 4), generator=torch.Generator().manual_seed(0))
+
+    def attended(tokens):
+        cache = dmattn.nn.IndexedCache(1, 1, 64, 8, groups=0)
+        parts = []
+        for first in range(0, 32, tokens):
+            of_part = [given[:, :, first : first + tokens] for given in (query, key, value, lists)]
+            parts.append(cache.attend(*of_part[:3], None, dmattn.IndexMask(of_part[3], local=1))[0])
+        return torch.cat(parts, 2)
+
+    expected = dmattn.attention(query, key, value, dmattn.IndexMask(lists, local=1, is_causal=True))
+    for tokens in (16, 32):
+        torch.testing.assert_close(attended(tokens), expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "words"),
+    [
+        ({"head_dim": 12}, ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
+        ({"index_dim": 264}, ValueError, "index_dim: expected a multiple of 8 up to 256, got 264"),
+        ({"local": -1}, ValueError, "local: expected 0 <= local <= 1048576, got -1"),
+        ({"sink_keys": 2**30}, ValueError, "sink_keys: expected 0 <= sink_keys"),
+        ({"rewind": 2**40}, ValueError, "rewind: expected 0 <= rewind"),
+        ({"dtype": torch.int32}, TypeError, "dtype: expected dtype .*float32.*, got int32"),
+    ],
+)
+def test_sizes_of_a_cache_are_checked(sizes, error, words):
+    with pytest.raises(error, match=words):
+        dmattn.nn.IndexedCache(2, 2, **{"max_length": 16, "head_dim": 8, **sizes})
+
+
 @BOTH_CACHES
 @pytest.mark.parametrize("local_heads", [0, "half"])
 def test_a_compiled_call_without_room_takes_nothing_in(make, local_heads):

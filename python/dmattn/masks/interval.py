@@ -528,7 +528,8 @@ def check_base(base: Any) -> None:
     if base.segments is None:
         raise ValueError(
             "base: expected documents, padding or their intersection (under another mask a dropped key could come back, "
-            "which no interval can say); select first and intersect afterwards: IntervalMask.top_k(scores, window) & other"
+            "which no interval can say); select first and intersect afterwards: IntervalMask.top_k(scores, window) & other; "
+            "documents that were given as numbers are a base by mask.as_base('causal')"
         )
 
 

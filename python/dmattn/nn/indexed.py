@@ -95,7 +95,8 @@ class IndexedAttention(RotatedProjections):
         device, dtype: of the parameters.
 
     The lists are those of the selecting heads. Sinks are the first keys of a row, and blocks are counted from its beginning, with packed
-    documents and padding, too. So with sinks or larger blocks pad a whole sequence on the right; a cache takes padding on either side.
+    documents and padding, too. So with sinks or larger blocks pad a whole sequence on the right; a cache takes padding on either side. With
+    ``lifetime_window`` the first ``sink_keys`` keys of later documents live as long as these, too, but are seen only where they are chosen.
 
     While training, ``with_index_loss=True`` changes the output, too: the queries that teach (``IndexRecipe.queries`` of a sequence) attend
     to all keys, unless ``IndexRecipe.explore`` is False. Evaluate in ``eval()``.
@@ -130,6 +131,7 @@ class IndexedAttention(RotatedProjections):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = self._set_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
         checks.selection(window, local, sink_keys, True)
+        checks.each(checks.length, local=local, sink_keys=sink_keys)
         checks.instance("recipe", recipe, IndexRecipe | None, "None or an IndexRecipe")
         self.recipe = recipe = IndexRecipe() if recipe is None else recipe
         self.window, self.local, self.sink_keys = window, local, sink_keys
@@ -168,6 +170,7 @@ class IndexedAttention(RotatedProjections):
     def _check_lifetimes(self, lifetime_window: int) -> None:
         recipe = self.recipe
         checks.positive_int("lifetime_window", lifetime_window)
+        checks.length("lifetime_window", lifetime_window)
         if lifetime_window < self.window:
             raise ValueError(f"lifetime_window: expected at least window={self.window}, got {lifetime_window}")
         if recipe.groups != "heads" or recipe.block_size != 1:
@@ -502,9 +505,9 @@ class IndexedAttention(RotatedProjections):
         """What :meth:`_generate` returns, of hidden states to which the rows before them were added."""
         query, key, value = self.projected(hidden_states, None if self.rope_theta is None else positions)
         self._check_not_dealt_out(query, key, value)
-        if torch.is_grad_enabled() and key.requires_grad:
-            refuse_gradients("IndexedAttention with a cache")
         index = None if self.indexer is None else self.indexer(hidden_states)
+        if torch.is_grad_enabled() and any(given.requires_grad for given in (query, key, value, *(index or ()))):
+            refuse_gradients("IndexedAttention with a cache")
         slopes = None if self.log_slope is None else slopes_of(self.log_slope)
         if not isinstance(cache, IndexedCache):
             scores = self.lifetime_proj(hidden_states).transpose(1, 2)

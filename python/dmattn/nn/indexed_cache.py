@@ -100,7 +100,9 @@ class IndexedCache(nn.Module):
         super().__init__()
         checks.each(checks.positive_int, batch_size=batch_size, num_kv_heads=num_kv_heads, max_length=max_length)
         checks.each(checks.positive_int, head_dim=head_dim, index_dim=index_dim)
-        checks.each(checks.natural_int, groups=groups, sink_keys=sink_keys, rewind=rewind)
+        checks.each(checks.head_size, head_dim=head_dim, index_dim=index_dim)
+        checks.natural_int("groups", groups)
+        checks.each(checks.length, local=local, sink_keys=sink_keys, rewind=rewind)
         if max_length >= checks.MAX_LENGTH:
             raise ValueError(f"max_length: expected less than {checks.MAX_LENGTH}, got {max_length}")
         checks.local_heads(local_heads, num_kv_heads, local)
@@ -125,6 +127,7 @@ class IndexedCache(nn.Module):
             shapes = [(pages + 1, page_size, of, size) for of, size in ((heads, head_dim), (groups, index_dim))]
             table = torch.full((batch_size, most), -1, dtype=torch.int32, device=device)
         self.register_buffer("key", torch.zeros(*shapes[0], **options))
+        checks.dtype("dtype", self.key, checks.DTYPES.get(self.key.device.type, checks.DTYPES["cpu"]))
         self.register_buffer("value", torch.zeros_like(self.key))
         self.register_buffer("index_key", torch.zeros(*shapes[1], **options))
         self.register_buffer("length", torch.zeros(batch_size, dtype=torch.int32, device=device))
@@ -176,7 +179,7 @@ class IndexedCache(nn.Module):
             query: [B, H, T, D].
             key, value: [B, Hkv, T, D].
             index: what the indexer makes of the tokens; None without one.
-            chooser: the indexer, or the lists of the T queries.
+            chooser: the indexer, or the lists of the T queries, none of which sees a later token.
             slopes: [Hkv], recency, as of :meth:`BoundedCache.attend`.
             softcap, lengths, padding_side: as of :meth:`BoundedCache.attend`.
 
@@ -187,6 +190,7 @@ class IndexedCache(nn.Module):
             TypeError, ValueError: a wrong type, shape or device. On a CPU, tokens for which there is no room or no page; on a GPU or compiled
                 such a sequence takes none of the call's tokens in, its length stays, and its output means nothing.
         """
+        query, key, value = self._autocast(query, key, value)
         self._check(query, key, value, index)
         tokens, first = query.shape[2], 0 if self.streaming is None else self.streaming.num_kv_heads
         check_side(padding_side)
@@ -195,7 +199,6 @@ class IndexedCache(nn.Module):
         real = torch.full_like(self.length, tokens) if lengths is None else lengths.clamp(0, tokens)
         places = self._places(tokens)
         fits = self._fits(places, real)
-        query, key, value = (given.to(self.key.dtype) for given in (query, key, value))
         group = query.shape[1] // key.shape[1]
         of_streaming = (query[:, : first * group], key[:, :first], value[:, :first])
         query, key, value = query[:, first * group :], key[:, first:], value[:, first:]
@@ -231,6 +234,12 @@ class IndexedCache(nn.Module):
 
     forward = attend
 
+    def _autocast(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Under autocast, tensors in the cache's dtype."""
+        if not torch._C._is_any_autocast_enabled():
+            return tensors
+        return tuple(x.to(self.key.dtype) if isinstance(x, Tensor) else x for x in tensors)
+
     def _check(self, query: Tensor, key: Tensor, value: Tensor, index: IndexProjections | None) -> None:
         """Refuses tensors that do not belong together or to the cache."""
         groups, index_dim = self._heads_of(self.index_key), self.index_key.shape[3]
@@ -242,6 +251,9 @@ class IndexedCache(nn.Module):
             raise ValueError("query: expected at least one token a sequence, got T=0")
         for name, given in (("key", key), ("value", value)):
             checks.shaped(name, given, "[B, Hkv, T, D]", (), *like, B=batch, Hkv=kv_heads, T=tokens, D=head_dim)
+        for name, given in (("query", query), ("key", key), ("value", value)):
+            if given.dtype != self.key.dtype:
+                raise TypeError(f"{name}: expected dtype {self.key.dtype} like the cache, got {given.dtype}")
         given_groups = 0 if index is None else index.key.shape[1]
         if given_groups != groups:
             raise ValueError(f"cache: expected one with {given_groups} groups of index keys like the layer, got {groups}")
@@ -299,7 +311,7 @@ class IndexedCache(nn.Module):
     def _lists(self, index: IndexProjections | None, chooser: Indexer | IndexMask | None, after: Tensor) -> IndexMask:
         """The lists of the queries of a call after which sequences have ``after`` [B] tokens."""
         if isinstance(chooser, IndexMask):
-            return chooser
+            return chooser._replace(is_causal=True)
         if index is None or chooser is None:
             raise ValueError("chooser: expected an indexer with its projections, or an IndexMask")
         keys = self.index_key[:, :, : self.max_length] if self.page_table is None else self.index_key

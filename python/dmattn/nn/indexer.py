@@ -65,7 +65,8 @@ class Indexer(nn.Module):
         if num_heads > MAX_INDEX_HEADS:
             raise ValueError(f"num_heads: expected at most {MAX_INDEX_HEADS}, got {num_heads}")
         checks.head_size("head_dim", head_dim)
-        checks.each(checks.natural_int, k=k, local=local, sink_keys=sink_keys)
+        checks.natural_int("k", k)
+        checks.each(checks.length, local=local, sink_keys=sink_keys)
         checked_block_score(block_score, block_size)
         self.embed_dim, self.groups, self.k, self.num_heads, self.head_dim = embed_dim, groups, k, num_heads, head_dim
         self.block_size, self.block_score, self.local, self.sink_keys = block_size, block_score, local, sink_keys
@@ -78,6 +79,7 @@ class Indexer(nn.Module):
     def forward(self, hidden_states: Tensor) -> IndexProjections:
         """The projections of hidden states [B, S, E], see the class."""
         checks.shaped("hidden_states", hidden_states, "[B, S, E]", E=self.embed_dim)
+        checks.like_weights("hidden_states", hidden_states, self.k_proj)
         given = hidden_states.detach()
         query = self.q_proj(given).unflatten(2, (self.groups, self.num_heads, self.head_dim))
         key = self.k_proj(given).unflatten(2, (self.groups, self.head_dim))

@@ -78,7 +78,8 @@ class RotatedProjections(nn.Module):
         checks.shaped("hidden_states", hidden_states, "[B, S, E]", B=batch)
 
     def _check_hidden(self, hidden_states: object) -> None:
-        checks.shaped("hidden_states", hidden_states, "[B, S, E]", E=self.embed_dim)
+        given = checks.shaped("hidden_states", hidden_states, "[B, S, E]", E=self.embed_dim)
+        checks.like_weights("hidden_states", given, self.k_proj)
 
     def _check_without_cache(self, lengths: Tensor | None, padding_side: object) -> None:
         if lengths is not None:

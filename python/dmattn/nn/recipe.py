@@ -85,7 +85,8 @@ class IndexRecipe:
         rotary_factor: the part of the dimensions of a head, the first ones, that rotate.
         conv: rows of hidden states that a causal depthwise convolution adds up before all else is computed, 2 to 16; 1: no convolution.
             Without one, two models of the study failed at associative recall.
-        queries, last: how many queries look at all keys for the loss, and which part of them is drawn from the last sixteenth.
+        queries, last: how many queries look at all keys for the loss, and which part of them is drawn from the last sixteenth. They are
+            drawn with replacement, of whole rows: right padding takes its part of them, and teaches nothing.
         sharp: how they count, see :func:`dmattn.index_loss`.
         explore: if True, these queries attend to all keys in all heads, without dropout, in training calls that ask for the loss. So
             queries and keys also learn from what no list shows.

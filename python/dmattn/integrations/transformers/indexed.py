@@ -50,7 +50,9 @@ class IndexedSelectingAttention(SelectingAttention):
             batch, heads, tokens = key.shape[:3]
             # A part of the index keys lies next to the keys of each head.
             beside = index.key.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)
-            both, value = past_key_values.update(torch.cat((key, beside.to(key.dtype)), 3), value, self.layer_idx)
+            beside = torch.cat((key, beside.to(key.dtype)), 3)
+            check_kept(past_key_values, self.layer_idx, beside.shape[3])
+            both, value = past_key_values.update(beside, value, self.layer_idx)
             key, beside = both[..., : key.shape[3]], both[..., key.shape[3] :]
             whole = beside.transpose(1, 2).reshape(batch, both.shape[2], *index.key.shape[1::2])
             index = index._replace(key=whole.transpose(1, 2).to(index.query.dtype))
@@ -114,10 +116,22 @@ def set_dense(model: W, dense: bool) -> W:
     return model
 
 
+def check_kept(cache: Any, layer: int, size: int) -> None:
+    """Refuses a cache whose keys were made for a model without an indexer."""
+    layers = getattr(cache, "layers", ())
+    keys = getattr(layers[layer], "keys", None) if layer < len(layers) else None
+    if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[3] != size:
+        raise ValueError(
+            f"past_key_values: expected keys of size {size}, a head's and its part of the index keys, got {keys.shape[3]}; a static cache has"
+            " to initialize itself at the first call, not early"
+        )
+
+
 def check_index_settings(heads: int, given: SimpleNamespace) -> None:
     """Refuses settings that do not go together, or that no indexer takes."""
     window, groups, block_size = given.window, given.groups, given.block_size
     checks.selection(window, given.local, given.sink_keys, True)
+    checks.each(checks.length, local=given.local, sink_keys=given.sink_keys)
     checks.number_drawn("score_queries", given.score_queries)
     if groups not in (1, "heads") or isinstance(groups, bool):
         raise ValueError(f"groups: expected 'heads' or 1, got {groups!r}")
