@@ -55,13 +55,18 @@ struct ClassOrder {
 };
 static_assert(ClassOrder::kMostChunks <= kThreads);
 
+constexpr uint32_t kWholeBlock = 1 << 15;  // lists alone decide who sees the keys of a block
+static_assert(kPoolWords <= kWholeBlock);
+
 struct UnionShared {
   uint32_t pool[kPoolWords];    // [words, blocks of the range]
-  uint16_t needed[kPoolWords];  // the blocks of the range that are in the union
+  uint16_t needed[kPoolWords];  // the blocks of the range that are in the union; kWholeBlock may be added
+  uint32_t spare[32];           // for each lane the word that takes bits of entries that are not in the range; nobody reads it
   int used[kMostUnionQueries];  // entries at the head of a list that lie before the range; -1: the list is not sorted
   int warp_counts[2][kWarps];
   ClassOrder order;  // of the keys that are sorted at a time
 };
+static_assert(sizeof(UnionShared) <= 99 * 1024);  // what a block has on any GPU
 
 // The bits from `first` on, none when first is 32 or more, all when it is 0 or less.
 __device__ __forceinline__ uint32_t bits_from(int first) { return first >= 32 ? 0u : 0xffffffffu << max(first, 0); }
@@ -93,65 +98,112 @@ struct UnionTile {
   }
 };
 
-// Four entries of a list from `at` on; behind its end -1, the greatest as an unsigned number.
-__device__ __forceinline__ uint4 entries_from(const int32_t* row, int at, int listed) {
-  if (at + 4 <= listed && reinterpret_cast<uintptr_t>(row + at) % 16 == 0) return *reinterpret_cast<const uint4*>(row + at);
-  uint32_t entry[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) entry[i] = at + i < listed ? static_cast<uint32_t>(row[at + i]) : 0xffffffffu;
-  return {entry[0], entry[1], entry[2], entry[3]};
-}
+// A query's list of keys, or of blocks of keys, which a warp reads. kByFours: it begins at a multiple of 16 bytes, and has a
+// multiple of four entries.
+template <bool kByFours>
+struct EntryList {
+  const int32_t* const row;
+  const int listed;
 
-// Sets `bit` in word `number` of those at the shared address `words`, if number is below `end`.
-__device__ __forceinline__ void set_bit_below(uint32_t words, uint32_t number, uint32_t end, uint32_t bit) {
-  asm volatile("{\n.reg .pred is_below;\nsetp.lt.u32 is_below, %1, %2;\n@is_below red.shared.or.b32 [%0], %3;\n}" ::"r"(
-                   words + number * 4),
-               "r"(number), "r"(end), "r"(bit)
-               : "memory");
-}
+  // Four entries for each lane, of the 128 from `begin` on; behind the end -1, the greatest as an unsigned number.
+  __device__ __forceinline__ uint4 read(int begin) const {
+    const int at = begin + 4 * static_cast<int>(threadIdx.x % 32);
+    uint4 entries = {0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu};
+    if constexpr (kByFours) {
+      if (at < listed) entries = *reinterpret_cast<const uint4*>(row + at);
+    } else {
+      if (at < listed) entries.x = static_cast<uint32_t>(row[at]);
+      if (at + 1 < listed) entries.y = static_cast<uint32_t>(row[at + 1]);
+      if (at + 2 < listed) entries.z = static_cast<uint32_t>(row[at + 2]);
+      if (at + 3 < listed) entries.w = static_cast<uint32_t>(row[at + 3]);
+    }
+    return entries;
+  }
+
+  // Are its entries ascending as unsigned numbers, with -1 last?
+  __device__ __forceinline__ bool is_ascending() const {
+    constexpr int kRounds = 4;  // that are asked for before one is awaited
+    bool ascends = true;
+    uint32_t latest = 0;  // the last entry of the round before
+#pragma unroll 1
+    for (int begin = 0; begin < listed; begin += kRounds * kEntriesAtOnce) {
+      uint4 entries[kRounds];
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) entries[i] = read(begin + i * kEntriesAtOnce);
+#pragma unroll
+      for (const uint4& entry : entries) {
+        const uint32_t before = __shfl_up_sync(0xffffffffu, entry.w, 1);
+        ascends &= entry.x >= (threadIdx.x % 32 == 0 ? latest : before);
+        ascends &= entry.y >= entry.x && entry.z >= entry.y && entry.w >= entry.z;
+        latest = __shfl_sync(0xffffffffu, entry.w, 31);
+      }
+      if (!__all_sync(0xffffffffu, ascends)) return false;
+    }
+    return true;
+  }
+};
+
+// Sets the bits of a query for blocks of keys.
+struct BitSetter {
+  const uint32_t first, wanted;      // blocks of keys: the first of the range, and how many the query may see from there on
+  const uint32_t words, spare, bit;  // shared addresses: of the first block's word, and of one for entries that are not wanted
+
+  __device__ __forceinline__ void set(uint32_t entry) const {
+    const uint32_t number = entry - first, at = number < wanted ? words + number * 4 : spare;  // so that no lane branches
+    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(at), "r"(bit) : "memory");
+  }
+  __device__ __forceinline__ void set(const uint4& entry) const { set(entry.x), set(entry.y), set(entry.z), set(entry.w); }
+
+  // For all entries of a list in any order.
+  template <class List>
+  __device__ __forceinline__ void set_all(const List& list) const {
+    uint4 next = list.read(0), after = list.read(kEntriesAtOnce);
+#pragma unroll 1
+    for (int begin = 0; begin < list.listed; begin += kEntriesAtOnce) {
+      const uint4 entry = next;
+      next = after, after = list.read(begin + 2 * kEntriesAtOnce);
+      set(entry);
+    }
+  }
+  // For the entries of an ascending list from number `used` on; returns how many of the list are less than `end`.
+  template <class List>
+  __device__ __forceinline__ int set_ascending(const List& list, int used, uint32_t end) const {
+    int begin = used / 4 * 4;
+    uint4 next = list.read(begin), after = list.read(begin + kEntriesAtOnce);
+#pragma unroll 1
+    for (;; begin += kEntriesAtOnce) {
+      const uint4 entry = next;
+      next = after, after = list.read(begin + 2 * kEntriesAtOnce);
+      set(entry);
+      if (__all_sync(0xffffffffu, entry.w < end)) continue;
+      return begin + __reduce_add_sync(0xffffffffu, (entry.x < end) + (entry.y < end) + (entry.z < end) + (entry.w < end));
+    }
+  }
+};
 
 // Sets the bits of the queries for the blocks of keys [first, first + count), but not for blocks behind the query where the call
-// is causal. With kHasLaterRanges a warp counts the entries that lie before the next range, and finds out in the first range
-// whether a list is sorted, with -1 at its end.
-template <bool kHasLaterRanges>
+// is causal. Of a list that ascends each range reads its own part. kIsOnly: there is no other range.
+template <bool kIsOnly, bool kByFours>
 __device__ __forceinline__ void collect_bits(UnionShared& shared, const AttentionParams& p, const UnionTile& tile, int first,
                                              int count, int stride) {
   const IndexLists& lists = p.mask.index;
-  const int listed = static_cast<int>(lists.count), lane = static_cast<int>(threadIdx.x) % 32;
-  const uint32_t end = static_cast<uint32_t>(first + count);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int query = static_cast<int>(threadIdx.x) / 32; query < tile.queries; query += kWarps) {
-    const int32_t* const row = tile.entries + query * lists.row_stride;
+    const EntryList<kByFours> list = {tile.entries + query * lists.row_stride, static_cast<int>(lists.count)};
     const int last = p.mask.is_causal ? (tile.low + query) >> lists.log2_block : kLastPosition;
-    const uint32_t wanted = static_cast<uint32_t>(max(min(count - 1, last - first) + 1, 0)), bit = 1u << query % 32;
-    const uint32_t bits = shared_address(shared.pool + query / 32 * stride);
-    const int used = first == 0 ? 0 : shared.used[query];
-    int before_end = 0;
-    bool is_sorted = true;
-    uint32_t latest = 0;  // the last entry of the round before
-    const int from = max(used, 0) / 4 * 4;
-    uint4 next = entries_from(row, from + 4 * lane, listed), after = entries_from(row, from + kEntriesAtOnce + 4 * lane, listed);
-#pragma unroll 1
-    for (int begin = from; begin < listed; begin += kEntriesAtOnce) {
-      const uint32_t entry[4] = {next.x, next.y, next.z, next.w};
-      next = after, after = entries_from(row, begin + 2 * kEntriesAtOnce + 4 * lane, listed);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) set_bit_below(bits, entry[i] - static_cast<uint32_t>(first), wanted, bit);
-      if constexpr (kHasLaterRanges) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) before_end += entry[i] < end;
-        if (first == 0) {
-          const uint32_t in_front = __shfl_up_sync(0xffffffffu, entry[3], 1);
-          is_sorted = is_sorted && entry[0] >= (lane == 0 ? latest : in_front) && entry[1] >= entry[0] && entry[2] >= entry[1] &&
-                      entry[3] >= entry[2];
-          latest = __shfl_sync(0xffffffffu, entry[3], 31);
-        }
+    const BitSetter setter = {static_cast<uint32_t>(first), static_cast<uint32_t>(max(min(count - 1, last - first) + 1, 0)),
+                              shared_address(shared.pool + query / 32 * stride), shared_address(shared.spare + lane),
+                              1u << query % 32};
+    if constexpr (kIsOnly) {
+      setter.set_all(list);
+    } else {
+      int used = first > 0 ? shared.used[query] : list.is_ascending() ? 0 : -1;
+      if (used < 0) {
+        setter.set_all(list);
+      } else {
+        used = setter.set_ascending(list, used, static_cast<uint32_t>(first + count));
       }
-      if (used > 0 && __any_sync(0xffffffffu, entry[3] >= end)) break;
-    }
-    if constexpr (kHasLaterRanges) {
-      before_end = __reduce_add_sync(0xffffffffu, before_end) + from;
-      const bool all_sorted = first == 0 ? __all_sync(0xffffffffu, is_sorted) : used >= 0;
-      if (lane == 0) shared.used[query] = all_sorted ? before_end : -1;
+      if (lane == 0) shared.used[query] = used;
     }
   }
 }
@@ -208,9 +260,13 @@ struct UnionRange {
   const UnionTile& tile;
   int first, count, stride;  // of the blocks; from one word to the next
   int local_from, local_to;  // keys that are local for some query
+  int last_key, last_whole;  // beyond the first no query sees a key; up to the second nothing but lists hides one
 
   __device__ __forceinline__ bool has_more(int key, int keys) const {
     return key < p.mask.index.sinks || (key < local_to && key + keys > local_from);
+  }
+  __device__ __forceinline__ bool is_whole(int key, int keys) const {
+    return !has_more(key, keys) && key + keys - 1 <= last_whole;
   }
   __device__ __forceinline__ uint32_t listed_bits(int block, int key, int word) const {
     const IndexLists& lists = p.mask.index;
@@ -267,6 +323,97 @@ __device__ __forceinline__ int write_listed(const UnionRange& range, const Other
         }
       }
       ++to;
+    }
+    found += more;
+  }
+  return found;
+}
+
+// Finds the blocks of a range that are listed, or have local keys or sinks. Returns how many there are.
+__device__ __forceinline__ int find_blocks(const UnionRange& range, int words, int& buffer) {
+  UnionShared& shared = range.shared;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int log2_block = range.p.mask.index.log2_block;
+  int found = 0;
+  for (int begin = 0; begin < range.count; begin += kThreads * kAtOnce) {
+    uint32_t some[kAtOnce];  // a bit for each lane
+    int own = 0, more;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int block = begin + warp * 32 * kAtOnce + 32 * i + lane, key = (range.first + block) << log2_block;
+      bool is_needed = range.has_more(key, 1 << log2_block);
+      for (int word = 0; word < words && block < range.count; ++word) is_needed |= shared.pool[word * range.stride + block] != 0;
+      some[i] = __ballot_sync(0xffffffffu, is_needed && block < range.count);
+      own += __popc(some[i]);
+    }
+    buffer ^= 1;
+    int at = found + sum_before(shared, own, buffer, more);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (has_bit(some[i], lane)) {
+        const int block = begin + warp * 32 * kAtOnce + 32 * i + lane;
+        const bool is_whole = range.is_whole((range.first + block) << log2_block, 1 << log2_block);
+        shared.needed[at + __popc(some[i] & lanes_before())] = static_cast<uint16_t>(block | (is_whole ? kWholeBlock : 0));
+      }
+      at += __popc(some[i]);
+    }
+    found += more;
+  }
+  return found;
+}
+
+// Spreads the blocks that are needed out into keys, and writes those that some query sees. Returns how many there are.
+__device__ __forceinline__ int write_blocks(const UnionRange& range, const OtherMasks& others, int needed,
+                                            const KeyUnions& unions, int written, int& buffer, int32_t* keys, uint32_t* seen) {
+  UnionShared& shared = range.shared;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, words = unions.words;
+  const int log2_block = range.p.mask.index.log2_block;
+  int found = 0;
+  for (int begin = 0; begin < needed << log2_block; begin += kThreads * kAtOnce) {
+    const int first_item = begin + warp * 32 * kAtOnce + lane;
+    const auto key_of = [&](uint32_t block, int item) {
+      return ((range.first + static_cast<int>(block)) << log2_block) + (item & ((1 << log2_block) - 1));
+    };
+    uint32_t some[kAtOnce];
+    int own = 0, more;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int item = first_item + 32 * i, place = item >> log2_block;
+      bool is_seen = false;
+      if (place < needed) {
+        const uint32_t entry = shared.needed[place], block = entry & (kWholeBlock - 1);
+        is_seen = entry & kWholeBlock;
+        const int key = key_of(block, item);
+        if (!is_seen && key <= range.last_key) {
+          const Span span = others.spans.of_key(key);
+          for (int word = 0; word < words; ++word) {
+            is_seen |= others.keep(range.listed_bits(block, key, word), span, key, word) != 0;
+          }
+        }
+      }
+      some[i] = __ballot_sync(0xffffffffu, is_seen);
+      own += __popc(some[i]);
+    }
+    buffer ^= 1;
+    int at = written + found + sum_before(shared, own, buffer, more);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int item = first_item + 32 * i, to = at + __popc(some[i] & lanes_before());
+      at += __popc(some[i]);
+      if (!has_bit(some[i], lane) || to >= unions.capacity) continue;
+      const uint32_t entry = shared.needed[item >> log2_block], block = entry & (kWholeBlock - 1);
+      const int key = key_of(block, item);
+      keys[to] = key;
+      if (entry & kWholeBlock) {
+        for (int word = 0; word < words; ++word) {
+          seen[word * unions.capacity + to] = shared.pool[word * range.stride + static_cast<int>(block)];
+        }
+      } else {
+        const Span span = others.spans.of_key(key);
+        for (int word = 0; word < words; ++word) {
+          seen[word * unions.capacity + to] = others.keep(range.listed_bits(block, key, word), span, key, word);
+        }
+      }
     }
     found += more;
   }
@@ -383,7 +530,7 @@ __global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __
   griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<UnionShared*>(shared_bytes);
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int thread = static_cast<int>(threadIdx.x);
   if (blockIdx.x == 0 && thread == 0 && tile_counter) *tile_counter = 0;
   const UnionTile tile(p, unions);
   const IndexLists& lists = p.mask.index;
@@ -391,8 +538,10 @@ __global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __
   const int last_key = p.mask.is_causal ? min(key_length, tile.low + tile.queries) - 1 : key_length - 1;
   const int blocks = (last_key >> log2_block) + 1,
             range = min(kPoolWords / words, blocks + 3) / 4 * 4;  // whole pieces of 16 bytes
+  const bool by_fours = reinterpret_cast<uintptr_t>(tile.entries) % 16 == 0 && (lists.row_stride | lists.count) % 4 == 0;
   const OtherMasks others(p, tile);
-  const bool is_plain = log2_block == 0 && !others.spans.has_intervals() && !others.tiles.tiles;
+  const bool has_others = others.spans.has_intervals() || others.tiles.tiles, is_plain = log2_block == 0 && !has_others;
+  const int last_whole = has_others ? -1 : p.mask.is_causal ? min(last_key, tile.low) : last_key;
   const int local_from = lists.local > 0 ? max(tile.index_low - lists.local + 1, 0) : key_length,
             local_to = lists.local > 0 ? tile.index_low + tile.queries : 0;
   int32_t* const keys = unions.key + blockIdx.x * unions.capacity;
@@ -404,77 +553,23 @@ __global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __
     uint4* const pieces = reinterpret_cast<uint4*>(shared.pool);
     for (int i = thread; i < range * words / 4; i += kThreads) pieces[i] = {0, 0, 0, 0};
     __syncthreads();
-    if (first + count < blocks) {
-      collect_bits<true>(shared, p, tile, first, count, range);
+    if (range >= blocks) {
+      by_fours ? collect_bits<true, true>(shared, p, tile, first, count, range)
+               : collect_bits<true, false>(shared, p, tile, first, count, range);
     } else {
-      collect_bits<false>(shared, p, tile, first, count, range);
+      by_fours ? collect_bits<false, true>(shared, p, tile, first, count, range)
+               : collect_bits<false, false>(shared, p, tile, first, count, range);
     }
     __syncthreads();
-    const UnionRange here{shared, p, tile, first, count, range, local_from, local_to};
+    const UnionRange here{shared, p, tile, first, count, range, local_from, local_to, last_key, last_whole};
     if (is_plain) {
       written += write_listed(here, others, words, unions.capacity, written, buffer, keys, seen);
       __syncthreads();
       continue;
     }
-    // Find the blocks that are listed, or have local keys or sinks.
-    int needed = 0;
-    for (int begin = 0; begin < count; begin += kThreads * kAtOnce) {
-      uint32_t some[kAtOnce];  // a bit for each lane
-      int own = 0, more;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int block = begin + warp * 32 * kAtOnce + 32 * i + lane, key = (first + block) << log2_block;
-        bool is_needed = here.has_more(key, 1 << log2_block);
-        for (int word = 0; word < words && block < count; ++word) is_needed |= shared.pool[word * range + block] != 0;
-        some[i] = __ballot_sync(0xffffffffu, is_needed && block < count);
-        own += __popc(some[i]);
-      }
-      buffer ^= 1;
-      int at = needed + sum_before(shared, own, buffer, more);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (has_bit(some[i], lane)) {
-          shared.needed[at + __popc(some[i] & lanes_before())] =
-              static_cast<uint16_t>(begin + warp * 32 * kAtOnce + 32 * i + lane);
-        }
-        at += __popc(some[i]);
-      }
-      needed += more;
-    }
+    const int needed = find_blocks(here, words, buffer);
     __syncthreads();
-    // Spread them out into keys, and write those that some query sees.
-    for (int begin = 0; begin < needed << log2_block; begin += kThreads * kAtOnce) {
-      uint32_t some[kAtOnce];
-      int own = 0, more;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int item = begin + warp * 32 * kAtOnce + 32 * i + lane, place = item >> log2_block;
-        uint32_t any = 0;
-        if (place < needed) {
-          const int block = shared.needed[place], key = ((first + block) << log2_block) + (item & ((1 << log2_block) - 1));
-          const Span span = key <= last_key ? others.spans.of_key(key) : Span::empty();
-          for (int word = 0; word < words; ++word) any |= others.keep(here.listed_bits(block, key, word), span, key, word);
-        }
-        some[i] = __ballot_sync(0xffffffffu, any != 0);
-        own += __popc(some[i]);
-      }
-      buffer ^= 1;
-      int at = written + sum_before(shared, own, buffer, more);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int item = begin + warp * 32 * kAtOnce + 32 * i + lane, to = at + __popc(some[i] & lanes_before());
-        at += __popc(some[i]);
-        if (!has_bit(some[i], lane) || to >= unions.capacity) continue;
-        const int block = shared.needed[item >> log2_block],
-                  key = ((first + block) << log2_block) + (item & ((1 << log2_block) - 1));
-        const Span span = others.spans.of_key(key);
-        keys[to] = key;
-        for (int word = 0; word < words; ++word) {
-          seen[word * unions.capacity + to] = others.keep(here.listed_bits(block, key, word), span, key, word);
-        }
-      }
-      written += more;
-    }
+    written += write_blocks(here, others, needed, unions, written, buffer, keys, seen);
     __syncthreads();
   }
   if (unions.groups > 1) sort_by_groups(shared, unions, keys, seen, min(written, static_cast<int>(unions.capacity)));

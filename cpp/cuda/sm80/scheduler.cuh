@@ -374,11 +374,17 @@ class KeyScheduler {
     if (thread < kKeys) {
       const bool is_key = first + thread < sources().listed;
       const uint32_t* from = sources().union_seen + first + thread;
+      const int32_t* const index = sources().index + first + thread;
       const int64_t capacity = sources().union_capacity;
-      uint32_t seen[kWords];  // all are asked for before one is awaited
+      const bool has_next = first + kKeys + thread < sources().listed;
+      uint32_t seen[kWords];  // all are asked for before one is awaited, and those of the next chunk brought closer
 #pragma unroll
-      for (int word = 0; word < kWords; ++word, from += capacity) seen[word] = is_key ? *from : 0;
-      const int key = is_key ? sources().index[first + thread] : -1;
+      for (int word = 0; word < kWords; ++word, from += capacity) {
+        seen[word] = is_key ? *from : 0;
+        if (has_next) prefetch_l1(from + kKeys);
+      }
+      const int key = is_key ? *index : -1;
+      if (has_next) prefetch_l1(index + kKeys);
 #pragma unroll
       for (int word = 0; word < kWords; ++word) stage.union_seen[word][thread] = seen[word];
       stage.index[thread] = key;
