@@ -102,8 +102,8 @@ __device__ __forceinline__ void pin(float (&d)[kN][4]) {
 
 // One step of 16 in the inner dimension of a product. d[n][0..3] are elements in mma.sync's m16n8 layout, 64 rows over the
 // warpgroup. from_shared: a and b are described tiles, and the inner dimension runs along their rows; with kAByRows it runs over
-// those of a, which then has 64 columns, with kBByRows over those of b. from_registers: a is in mma.sync's layout, b is
-// described, and the inner dimension runs over b's rows.
+// those of a, which then has 64 columns, with kBByRows over those of b; with kSign -1 the product is subtracted. from_registers:
+// a is in mma.sync's layout, b is described, and the inner dimension runs over b's rows.
 template <class T, int kN>
 struct Product;
 
@@ -127,12 +127,13 @@ struct Product;
 #define DMATTN_PRODUCT(TYPE, NAME, SIZE, TILES, REGISTERS, R0, R1, R2, R3, R4, R5)                                              \
   template <>                                                                                                                   \
   struct Product<TYPE, SIZE> {                                                                                                  \
-    template <bool kAByRows = false, bool kBByRows = kAByRows>                                                                  \
+    template <bool kAByRows = false, bool kBByRows = kAByRows, int kSign = 1>                                                   \
     static __device__ __forceinline__ void from_shared(float (&d)[SIZE / 8][4], uint64_t a, uint64_t b, int accumulate) {       \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, " R2 ", 0; wgmma.mma_async.sync.aligned.m64n" #SIZE "k16.f32." NAME "." NAME \
-                   " {" DMATTN_LIST##REGISTERS "}, " R0 ", " R1 ", p, 1, 1, " R3 ", " R4 "; }"                                  \
+                   " {" DMATTN_LIST##REGISTERS "}, " R0 ", " R1 ", p, " R5 ", 1, " R3 ", " R4 "; }"                             \
                    : DMATTN_D##TILES(0)                                                                                         \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(kAByRows)), "n"(static_cast<int>(kBByRows)));        \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(kAByRows)), "n"(static_cast<int>(kBByRows)),         \
+                     "n"(kSign));                                                                                               \
     }                                                                                                                           \
     static __device__ __forceinline__ void from_registers(float (&d)[SIZE / 8][4], const uint32_t (&a)[4], uint64_t b) {        \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, " R5 ", 0; wgmma.mma_async.sync.aligned.m64n" #SIZE "k16.f32." NAME "." NAME \

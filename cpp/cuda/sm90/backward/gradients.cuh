@@ -20,9 +20,9 @@ __device__ __forceinline__ void differentiate_with_options(float (&gradients)[4]
   }
 }
 
-// Turns gradients of the weights into gradients of the scores, and adds them to those of key_bias. delta_of: of the thread's
-// queries.
-template <class T, class Traits, int kEarly, int kSteps, int kN>
+// Turns gradients of the weights into gradients of the scores, and adds them to those of key_bias. kSubtracted: they are passed
+// subtracted from delta. delta_of: of the thread's queries.
+template <class T, class Traits, bool kSubtracted, int kEarly, int kSteps, int kN>
 __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, float (&grad_scores)[kN][4],
                                                      const uint32_t (&weights)[kSteps][4], const uint32_t (&slopes)[kSteps][4],
                                                      const QueryTerms<kEarly>& delta_of, float (&bias_sum)[2]) {
@@ -47,11 +47,13 @@ __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, f
       differentiate_with_options<T>(grad_scores[i], slopes[i / 2][i % 2 * 2], slopes[i / 2][i % 2 * 2 + 1], delta_of.pair(i),
                                     call.keep_probability, bias_factor, bias_sum);
     } else {
-      const float2 delta = delta_of.pair(i);
+      const float2 delta = kSubtracted ? float2{} : delta_of.pair(i);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
-        grad_scores[i][e] = (grad_scores[i][e] - (e % 2 == 0 ? delta.x : delta.y)) * (e % 2 == 0 ? pair.x : pair.y);
+        const float weight = e % 2 == 0 ? pair.x : pair.y;
+        grad_scores[i][e] =
+            kSubtracted ? grad_scores[i][e] * -weight : (grad_scores[i][e] - (e % 2 == 0 ? delta.x : delta.y)) * weight;
         if (Traits::kBias != Bias::kNone) bias_sum[e / 2] += grad_scores[i][e];
       }
     }

@@ -256,7 +256,7 @@ class WideGradientConsumer {
     wait_products<2>();
     pin(grad_scores);
     const QueryTerms<0> delta(&shared_.delta[stage][column]);
-    differentiate_scores<T, Traits>(call_, grad_scores, weights, slopes, delta, bias_sum_);
+    differentiate_scores<T, Traits, false>(call_, grad_scores, weights, slopes, delta, bias_sum_);
     differentiate_bias<T, kDim, Traits>(call_, tile, descriptor, grad_scores, slopes, cap_slopes);
     narrow<T>(gradients, grad_scores);
     // Leave them in shared memory, and issue grad_key += grad_scores Q. Both warpgroups have read those of two chunks ago,
@@ -339,8 +339,8 @@ class WideGradientConsumer {
     const int column = ScorePlace<kDim>().column;
     const QueryTerms<0> lse2(&shared_.lse2[stage][column]);
     if constexpr (kHasOptions) {
-      weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, true, lse2, scores, bias_2_, bias_sum_, weights,
-                                   slopes, cap_slopes);
+      weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, true, scores, bias_2_, bias_sum_, weights, slopes,
+                                   cap_slopes, [&] { return lse2; });
     } else {
       hide_scores<kDim, Traits>(call_.b.forward, tile, descriptor, scores);
       if (kHasBias && (shared_.row_flags & kHugeRows)) {

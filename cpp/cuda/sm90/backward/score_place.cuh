@@ -14,7 +14,7 @@ struct ScorePlace {
   static constexpr int first_column = 0;
   int lane, column, row, first_row;
   __device__ __forceinline__ ScorePlace() {
-    const uint32_t thread = threadIdx.x;  // unsigned, so that the divisions are shifts
+    const uint32_t thread = thread_index();  // unsigned, so that the divisions are shifts
     lane = static_cast<int>(thread % 32), column = static_cast<int>(thread % 4 * 2);
     first_row = static_cast<int>(thread / 32 * 16), row = first_row + static_cast<int>(thread % 32 / 4);
   }
@@ -28,6 +28,7 @@ template <int kEarly>
 struct QueryTerms {
   const float* from;  // of the first query, in shared memory
   float2 early[kEarly > 0 ? kEarly : 1];
+  QueryTerms() = default;
   __device__ __forceinline__ explicit QueryTerms(const float* of_first) : from(of_first) {
 #pragma unroll
     for (int i = 0; i < kEarly; ++i) early[i] = load(i);

@@ -258,13 +258,13 @@ __device__ __forceinline__ void narrow(uint32_t (&to)[kSteps][4], const float (&
 
 // A chunk's products become weights, operands of a product; with options slopes, too, of which differentiate_scores makes the
 // gradients, and with softcap beside a bias of single pairs cap_slopes, for differentiate_bias. has_test: are there scores to
-// hide? lse2: read without options alone.
-template <class T, int kDim, class Traits, int kEarly, int kSteps, int kN>
+// hide? lse2_of_queries: called without options, gives lse as QueryTerms.
+template <class T, int kDim, class Traits, int kSteps, int kN, class GetTerms>
 __device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardShared<kDim, Traits::kHasOptions>& shared,
                                             const KeyDescriptor& tile, const QueryDescriptor& descriptor, uint32_t stage,
-                                            bool has_test, const QueryTerms<kEarly>& lse2, float (&scores)[kN][4],
-                                            const float (&bias_2)[2], float (&bias_sum)[2], uint32_t (&weights)[kSteps][4],
-                                            uint32_t (&slopes)[kSteps][4], uint32_t (&cap_slopes)[kSteps][4]) {
+                                            bool has_test, float (&scores)[kN][4], const float (&bias_2)[2], float (&bias_sum)[2],
+                                            uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
+                                            uint32_t (&cap_slopes)[kSteps][4], const GetTerms& lse2_of_queries) {
   constexpr bool kHasPairBias = Traits::kBias == Bias::kPair;
   const bool has_huge_rows = shared.row_flags & kHugeRows;
   if constexpr (kHasPairBias) {
@@ -288,7 +288,7 @@ __device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardSh
     if (Traits::kBias != Bias::kNone && has_huge_rows) {
       weigh_huge_scores<kDim>(call, tile, descriptor, gathered, scores);
     } else {
-      weigh_scores<Traits>(scores, lse2, bias_2, call.scale_2);
+      weigh_scores<Traits>(scores, lse2_of_queries(), bias_2, call.scale_2);
     }
     narrow<T>(weights, scores);
   }
