@@ -119,6 +119,7 @@ class GradientConsumer {
       : call_(call), shared_(shared), products_(shared) {}
 
   __device__ __forceinline__ void run() {
+    if (kTakesTurns && products_.group == 1) end_turn();
     for (;; ++tile_visit_) {
       descriptor_full_.wait_full(tile_visit_);
       const KeyDescriptor& tile = shared_.key_descriptors[tile_visit_ % Shared::kKeyDescriptors];
@@ -135,10 +136,15 @@ class GradientConsumer {
                         kHasBias = Traits::kBias != Bias::kNone;
   // An order of the loop in which a warpgroup never waits for shared memory with no product begun. It takes more instructions,
   // and instances that are short of those were slower by it (research/lab/backward.md).
-  static constexpr bool kIsOverlapped = kDim == 128 && Traits::kKeys == Keys::kInOrder && !kHasOptions && !kHasBias;
+  static constexpr bool kIsDense = Traits::kKeys == Keys::kInOrder && !kHasOptions && !kHasBias,
+                        kIsOverlapped = (kIsDense && kDim == 128) || (Traits::kKeys == Keys::kGathered && !kHasOptions);
+  // The warpgroups weigh scores by turns, so that one's products run beside the other's exponentials.
+  static constexpr bool kTakesTurns = kIsDense || kIsOverlapped;
   // Without options gradients of the weights start at delta, from which the product is subtracted; overlapped they start at 0.
   static constexpr bool kSubtracts = !kHasOptions && !kIsOverlapped;
   static constexpr int kEarly = kIsOverlapped ? 8 : 0;  // see QueryTerms
+  // The bits of unions are read beside the product.
+  static constexpr bool kHidesEarly = Traits::kIsUnion && !kHasOptions;
 
   // One visit of a tile of keys: by all queries that see it.
   //
@@ -157,6 +163,7 @@ class GradientConsumer {
     float scores[kN][4], grad_scores[kN][4];
     key_full_.wait_full(tile_visit_);
     bool has_chunk = await_and_begin_scores(scores);
+    if constexpr (kHidesEarly) seen_ = read_seen<kDim, kN>(tile, shared_.query_descriptors[n_ % Shared::kQueryDescriptors]);
     QueryTerms<kEarly> lse2;
     if (kIsOverlapped) lse2 = terms_of_queries(shared_.lse2);
     value_full_.wait_full(tile_visit_);
@@ -187,8 +194,11 @@ class GradientConsumer {
 
     float* sums = nullptr;
     if (kIsOverlapped) sums = place_of_sums(n_ - 1);
-    weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, has_test_, scores, bias_2_, bias_sum_, weights, slopes,
+    if (kTakesTurns) group_sync(kTurnBarrier + static_cast<int>(products_.group), kConsumers * kWarpgroup);
+    if constexpr (kHidesEarly) seen_.hide(scores);
+    weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, has_test_ && !kHidesEarly, scores, bias_2_, bias_sum_, weights, slopes,
                                  cap_slopes, [&] { return kIsOverlapped ? lse2 : terms_of_queries(shared_.lse2); });
+    if (kTakesTurns) end_turn();
     if (kHasOptions) begin_grad_scores(grad_scores);
     QueryTerms<kEarly> delta;
     if (kIsOverlapped) delta = terms_of_queries(shared_.delta);
@@ -231,6 +241,7 @@ class GradientConsumer {
       add_grad_query_of(grad_query, n_ - 2, sums);
     }
     has_chunk_before_ = true;
+    if constexpr (kHidesEarly) seen_ = read_seen<kDim, kN>(tile, shared_.query_descriptors[n_ % Shared::kQueryDescriptors]);
     if (kIsOverlapped) lse2 = terms_of_queries(shared_.lse2);
     if (kSubtracts) start_grad_scores(grad_scores);
     wait_products<0>();
@@ -272,6 +283,10 @@ class GradientConsumer {
     }
   }
 
+  // Lets the other warpgroup weigh its scores.
+  __device__ __forceinline__ void end_turn() const {
+    group_arrive(kTurnBarrier + 1 - static_cast<int>(products_.group), kConsumers * kWarpgroup);
+  }
   // Waits for the next chunk of queries, or the end of the tile visit, and issues its scores. False: it is the end. Overlapped,
   // the descriptor is read beside the product.
   __device__ __forceinline__ bool await_and_begin_scores(float (&scores)[kN][4]) {
@@ -362,6 +377,7 @@ class GradientConsumer {
   uint32_t n_ = 0, tile_visit_ = 0;  // the numbers of the descriptors of queries, and of keys
   bool has_chunk_before_ = false;    // of the tile visit
   const bool has_bad_rows_ = shared_.row_flags & kBadRows;
+  SeenBits<kN> seen_;  // with kHidesEarly, of the chunk
   bool has_test_ = false, is_new_head_ = false;  // of the chunk: known early, so that nothing waits for them
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../common/logits.cuh"
+#include "../seen_bits.cuh"
 #include "bias.cuh"
 
 namespace dmattn::cuda::sm90 {
@@ -44,28 +45,24 @@ __device__ __forceinline__ void hide_unlisted(const AttentionParams& p, const Ke
   });
 }
 
+// What a union says of the thread's scores. Behind the last chunk of a tile visit it means nothing.
+template <int kDim, int kN>
+__device__ __forceinline__ SeenBits<kN> read_seen(const KeyDescriptor& tile, const QueryDescriptor& descriptor) {
+  constexpr int kWords = kN / 4, kParts = kBackwardUnionWords / kWords;
+  using Parts = uint32_t[kParts][kWords];
+  const ScorePlace<kDim> place;
+  const uint32_t part = static_cast<uint32_t>(descriptor.first_query - tile.from + place.column) / (8 * kN) % kParts;
+  return {reinterpret_cast<const Parts&>(tile.union_seen[place.row])[part],
+          reinterpret_cast<const Parts&>(tile.union_seen[place.row + 8])[part], place.column % 32};
+}
+
 // Scores that spans or the bits of a block mask hide become -inf.
 template <int kDim, class Traits, int kN>
 __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyDescriptor& tile,
                                             const QueryDescriptor& descriptor, float (&scores)[kN][4]) {
   // Hide what the union of index lists hides.
   if constexpr (Traits::kIsUnion) {
-    const ScorePlace<kDim> place;
-    const int first_word = (descriptor.first_query - tile.from + place.column) / 32;
-#pragma unroll
-    for (int word = 0; word < kN / 4; ++word) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t bits = tile.union_seen[place.row + 8 * r][first_word + word] >> place.column % 32;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (!has_bit(bits, 8 * i + e)) scores[4 * word + i][2 * r + e] = negative_infinity();
-          }
-        }
-      }
-    }
+    read_seen<kDim, kN>(tile, descriptor).hide(scores);
     return;
   }
   // Hide what spans hide.

@@ -3,6 +3,7 @@
 
 #include "../../common/logits.cuh"
 #include "../../common/softmax.cuh"
+#include "../seen_bits.cuh"
 #include "bias.cuh"
 #include "mask.cuh"
 
@@ -24,13 +25,15 @@ __device__ __forceinline__ void drop_weights(float (&weights)[kN][4], const uint
 
 // Turns products into weights: logits, what is hidden, the running maximum; then `between`; then exponentials and dropout. True
 // when the maximum of some row of the warp moves, and sums have to be rescaled by `factor`. `row` and `column` are those of the
-// thread's first score, `has_bias` says that products are added to key_bias. pair_bias: ChunkBias, or CopiedBias.
+// thread's first score, `has_bias` says that products are added to key_bias. pair_bias: ChunkBias, or CopiedBias. seen: of
+// unions.
 template <class T, int kDim, class Traits, class Softmax, int kN, class PairBias, class Between>
 __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const ForwardWork& work,
                                              const ForwardShared<kDim, Traits>& shared,
                                              const TileDescriptor<kDim, Traits>& descriptor, uint32_t flags, uint32_t tile_number,
                                              float (&scores)[1][kN][4], Softmax& softmax, float (&factor)[2], int row, int column,
-                                             bool has_bias, const PairBias& pair_bias, const Between& between) {
+                                             bool has_bias, const PairBias& pair_bias, const SeenBits<kN>& seen,
+                                             const Between& between) {
   using Descriptor = TileDescriptor<kDim, Traits>;
   constexpr bool kNatural = Traits::kBias != Bias::kNone;
   const AttentionParams& p = call.p;
@@ -90,10 +93,12 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
     }
   }
   // Hide what the descriptor says some rows do not see. A warp all of whose rows see the tested keys has nothing to hide.
-  if (Traits::kGathers && !(flags & (kTested << (threadIdx.x / 32)))) flags &= ~(kSpans | kFew);
+  if (Traits::kGathers && !(flags & (kTested << (row / 16)))) flags &= ~(kSpans | kFew);
   if (Traits::kKeys == Keys::kIntervals && !(flags & (kTested << (thread_index() / 32)))) flags &= ~kSpans;
   if (is_biased) flags &= ~kGaps;
-  if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
+  if constexpr (Traits::kIsUnion) {
+    if (flags & kSpans) seen.hide(scores[0]);
+  } else if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
     const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
     const int queries[2] = {work.query_of_row(row), work.query_of_row(row + 8)};
     const int last_key = Traits::kBias == Bias::kCopied ? static_cast<int>(p.key_length) - 1 : kLastPosition;
