@@ -181,7 +181,6 @@ class Consumer {
     pin(scores_[0]);
     begin_products();
     begin_scores(0, 0);
-    read_seen();
     read_pair_bias(pair_bias_, call_, work_, shared_, 0, flags_, 0, group_ * 64 + warp_ * 16, row_, column_);
     wait_products<0>();
     pin(scores_[0]);
@@ -209,7 +208,6 @@ class Consumer {
     value_full_.wait_full(n_ - 1);
     products_.begin_sums(out_[0], weights_, (n_ - 1) % kShape.stages);
     if (is_storing_) free_queries(tile_ - 1);
-    read_seen();
     read_pair_bias(pair_bias_, call_, work_, shared_, n_, flags_, tile_ + is_first_, group_ * 64 + warp_ * 16, row_, column_);
     // Wait for the scores; the keys' place is free.
     wait_products<1>();
@@ -270,7 +268,6 @@ class Consumer {
     pin(scores_[0]);
     begin_products();
     begin_scores(tile_, n_ % kShape.stages);
-    read_seen();
     wait_products<0>();
     pin(scores_[0]);
     barrier_arrive(key_empty_.at(n_));
@@ -311,17 +308,10 @@ class Consumer {
   __device__ __forceinline__ void begin_scores(uint32_t tile, uint32_t stage) {
     products_.begin_scores(scores_[0], tile, stage, has_bias_ && !(flags_ & kHuge));
   }
-  // Reads which scores of chunk n rows see, beside its product.
-  __device__ __forceinline__ void read_seen() {
-    if constexpr (Traits::kIsUnion) {
-      const auto& bits = shared_.descriptors[n_ % kShape.descriptors].bits;
-      seen_ = {bits[work_.query_of_row(row_)], bits[work_.query_of_row(row_ + 8)], column_};
-    }
-  }
   template <class Between>
   __device__ __forceinline__ void weigh(uint32_t tile, const Between& between) {
     moves_ = weigh_scores<T, kDim, Traits>(call_, work_, shared_, shared_.descriptors[n_ % kShape.descriptors], flags_, tile,
-                                           scores_, softmax_, factor_, row_, column_, has_bias_, pair_bias_, seen_, between);
+                                           scores_, softmax_, factor_, row_, column_, has_bias_, pair_bias_, between);
   }
   // Narrows the weights to the operand of the next product.
   __device__ __forceinline__ void narrow() {
@@ -358,7 +348,6 @@ class Consumer {
   uint32_t weights_[kSteps][4];
   Softmax softmax_;
   std::conditional_t<Traits::kBias == Bias::kCopied, CopiedBias<T, kN>, ChunkBias<T, kN>> pair_bias_;
-  SeenBits<kN> seen_;
   float factor_[2];
   bool moves_ = false;                     // has a maximum moved?
   uint32_t n_ = 0, tile_ = 0, flags_ = 0;  // the chunk, the tile of the chunk before, the flags of the chunk

@@ -25,15 +25,13 @@ __device__ __forceinline__ void drop_weights(float (&weights)[kN][4], const uint
 
 // Turns products into weights: logits, what is hidden, the running maximum; then `between`; then exponentials and dropout. True
 // when the maximum of some row of the warp moves, and sums have to be rescaled by `factor`. `row` and `column` are those of the
-// thread's first score, `has_bias` says that products are added to key_bias. pair_bias: ChunkBias, or CopiedBias. seen: of
-// unions.
+// thread's first score, `has_bias` says that products are added to key_bias. pair_bias: ChunkBias, or CopiedBias.
 template <class T, int kDim, class Traits, class Softmax, int kN, class PairBias, class Between>
 __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const ForwardWork& work,
                                              const ForwardShared<kDim, Traits>& shared,
                                              const TileDescriptor<kDim, Traits>& descriptor, uint32_t flags, uint32_t tile_number,
                                              float (&scores)[1][kN][4], Softmax& softmax, float (&factor)[2], int row, int column,
-                                             bool has_bias, const PairBias& pair_bias, const SeenBits<kN>& seen,
-                                             const Between& between) {
+                                             bool has_bias, const PairBias& pair_bias, const Between& between) {
   using Descriptor = TileDescriptor<kDim, Traits>;
   constexpr bool kNatural = Traits::kBias != Bias::kNone;
   const AttentionParams& p = call.p;
@@ -97,7 +95,9 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
   if (Traits::kKeys == Keys::kIntervals && !(flags & (kTested << (thread_index() / 32)))) flags &= ~kSpans;
   if (is_biased) flags &= ~kGaps;
   if constexpr (Traits::kIsUnion) {
-    if (flags & kSpans) seen.hide(scores[0]);
+    if (flags & kSpans) {
+      SeenBits<kN>(descriptor.bits[work.query_of_row(row)], descriptor.bits[work.query_of_row(row + 8)], column).hide(scores[0]);
+    }
   } else if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
     const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
     const int queries[2] = {work.query_of_row(row), work.query_of_row(row + 8)};
