@@ -283,7 +283,8 @@ struct UnionRange {
   }
 };
 
-// How many blocks of a range are in the union, and how many of those lie before the first one that lists alone do not decide about.
+// How many blocks of a range are in the union, and how many of those lie before the first one that lists alone do not decide
+// about.
 struct NeededBlocks {
   int all, plain;
 };

@@ -196,8 +196,9 @@ class GradientConsumer {
     if (kIsOverlapped) sums = place_of_sums(n_ - 1);
     if (kTakesTurns) group_sync(kTurnBarrier + static_cast<int>(products_.group), kConsumers * kWarpgroup);
     if constexpr (kHidesEarly) seen_.hide(scores);
-    weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, has_test_ && !kHidesEarly, scores, bias_2_, bias_sum_, weights, slopes,
-                                 cap_slopes, [&] { return kIsOverlapped ? lse2 : terms_of_queries(shared_.lse2); });
+    weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, has_test_ && !kHidesEarly, scores, bias_2_, bias_sum_,
+                                 weights, slopes, cap_slopes,
+                                 [&] { return kIsOverlapped ? lse2 : terms_of_queries(shared_.lse2); });
     if (kTakesTurns) end_turn();
     if (kHasOptions) begin_grad_scores(grad_scores);
     QueryTerms<kEarly> delta;
@@ -377,7 +378,7 @@ class GradientConsumer {
   uint32_t n_ = 0, tile_visit_ = 0;  // the numbers of the descriptors of queries, and of keys
   bool has_chunk_before_ = false;    // of the tile visit
   const bool has_bad_rows_ = shared_.row_flags & kBadRows;
-  SeenBits<kN> seen_;  // with kHidesEarly, of the chunk
+  SeenBits<kN> seen_;                            // with kHidesEarly, of the chunk
   bool has_test_ = false, is_new_head_ = false;  // of the chunk: known early, so that nothing waits for them
 };
 
