@@ -268,6 +268,13 @@ struct UnionRange {
   __device__ __forceinline__ bool is_whole(int key, int keys) const {
     return !has_more(key, keys) && key + keys - 1 <= last_whole;
   }
+  // How many of its blocks are whole before the first that is not.
+  __device__ __forceinline__ int count_plain() const {
+    const int from = first << p.mask.index.log2_block;
+    if (from < p.mask.index.sinks) return 0;
+    const int local = local_to > from ? local_from : kLastPosition, end = min(local, last_whole + 1);
+    return min(max(end - from, 0) >> p.mask.index.log2_block, count);
+  }
   __device__ __forceinline__ uint32_t listed_bits(int block, int key, int word) const {
     const IndexLists& lists = p.mask.index;
     const int first_local = lists.local > 0 ? key - tile.index_low : kLastPosition;
@@ -276,100 +283,74 @@ struct UnionRange {
   }
 };
 
-// Writes the keys of a range that some query sees, where each is a block of its own and nothing else hides keys: bits are what
-// queries see then, but for sinks and local keys. Returns how many there are.
-__device__ __forceinline__ int write_listed(const UnionRange& range, const OtherMasks& others, int words, int64_t capacity,
-                                            int written, int& buffer, int32_t* keys, uint32_t* seen) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const auto* const pieces = reinterpret_cast<const uint4*>(range.shared.pool);
+// How many blocks of a range are in the union, and how many of those lie before the first one that lists alone do not decide
+// about.
+struct NeededBlocks {
+  int all, plain;
+};
+
+// Finds the blocks of a range that are listed, or have local keys or sinks.
+__device__ __forceinline__ NeededBlocks find_blocks(const UnionRange& range, int words, int& buffer) {
+  UnionShared& shared = range.shared;
+  const auto* const pieces = reinterpret_cast<const uint4*>(shared.pool);
+  const int log2_block = range.p.mask.index.log2_block, plain = range.count_plain();
+  constexpr int kPlain = 1 << 16;  // the two numbers are added up as one
+  static_assert(kPoolWords < kPlain);
   int found = 0;
   for (int begin = 0; begin < range.count; begin += kThreads * kAtOnce) {
-    const int block = begin + thread * kAtOnce, key = range.first + block;
-    const bool has_more = range.has_more(key, kAtOnce);
-    const auto seen_bits = [&](int i, int word) {
-      if (!has_more) return range.shared.pool[word * range.stride + block + i];
-      if (block + i >= range.count) return 0u;
-      return others.keep(range.listed_bits(block + i, key + i, word), others.spans.of_key(key + i), key + i, word);
-    };
-    uint32_t any[kAtOnce] = {}, some[kAtOnce];
-    if (has_more) {
-      for (int word = 0; word < words; ++word) {
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) any[i] |= seen_bits(i, word);
-      }
-    } else if (block < range.count) {
+    const int block = begin + static_cast<int>(threadIdx.x) * kAtOnce;
+    uint32_t any[kAtOnce] = {};
+    if (block < range.count) {
       for (int word = 0; word < words; ++word) {
         const uint4 piece = pieces[(word * range.stride + block) / kAtOnce];
         any[0] |= piece.x, any[1] |= piece.y, any[2] |= piece.z, any[3] |= piece.w;
       }
     }
     int own = 0, before = 0, more;
+    bool is_whole[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      some[i] = __ballot_sync(0xffffffffu, any[i] != 0);
-      own += __popc(some[i]), before += __popc(some[i] & lanes_before());
+      const int key = (range.first + block + i) << log2_block;
+      is_whole[i] = block + i < plain || range.is_whole(key, 1 << log2_block);
+      if (!is_whole[i] && block + i < range.count && range.has_more(key, 1 << log2_block)) any[i] = 1;
+      const uint32_t some = __ballot_sync(0xffffffffu, any[i] != 0);
+      const uint32_t of_plain = __ballot_sync(0xffffffffu, any[i] != 0 && block + i < plain);
+      own += __popc(some) + __popc(of_plain) * kPlain, before += __popc(some & lanes_before());
     }
     buffer ^= 1;
-    int to = written + found + sum_before(range.shared, own, buffer, more) + before;
+    int to = found % kPlain + sum_before(shared, own, buffer, more) % kPlain + before;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (any[i] == 0) continue;
-      if (to < capacity) {
-        keys[to] = key + i;
-        if (words == 1) {
-          seen[to] = any[i];
-        } else {
-          for (int word = 0; word < words; ++word) seen[word * capacity + to] = seen_bits(i, word);
-        }
-      }
-      ++to;
+      if (any[i] != 0) shared.needed[to++] = static_cast<uint16_t>((block + i) | (is_whole[i] ? kWholeBlock : 0));
     }
     found += more;
   }
-  return found;
+  return {found % kPlain, found / kPlain};
 }
 
-// Finds the blocks of a range that are listed, or have local keys or sinks. Returns how many there are.
-__device__ __forceinline__ int find_blocks(const UnionRange& range, int words, int& buffer) {
-  UnionShared& shared = range.shared;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+// Writes the keys of needed blocks about which lists alone decide: their bits are those of the block.
+__device__ __forceinline__ void write_plain(const UnionRange& range, int items, const KeyUnions& unions, int written,
+                                            int32_t* keys, uint32_t* seen) {
   const int log2_block = range.p.mask.index.log2_block;
-  int found = 0;
-  for (int begin = 0; begin < range.count; begin += kThreads * kAtOnce) {
-    uint32_t some[kAtOnce];  // a bit for each lane
-    int own = 0, more;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int block = begin + warp * 32 * kAtOnce + 32 * i + lane, key = (range.first + block) << log2_block;
-      bool is_needed = range.has_more(key, 1 << log2_block);
-      for (int word = 0; word < words && block < range.count; ++word) is_needed |= shared.pool[word * range.stride + block] != 0;
-      some[i] = __ballot_sync(0xffffffffu, is_needed && block < range.count);
-      own += __popc(some[i]);
-    }
-    buffer ^= 1;
-    int at = found + sum_before(shared, own, buffer, more);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (has_bit(some[i], lane)) {
-        const int block = begin + warp * 32 * kAtOnce + 32 * i + lane;
-        const bool is_whole = range.is_whole((range.first + block) << log2_block, 1 << log2_block);
-        shared.needed[at + __popc(some[i] & lanes_before())] = static_cast<uint16_t>(block | (is_whole ? kWholeBlock : 0));
-      }
-      at += __popc(some[i]);
-    }
-    found += more;
+  const int fitting = min(items, static_cast<int>(unions.capacity) - written);
+  for (int item = static_cast<int>(threadIdx.x); item < fitting; item += kThreads) {
+    const int block = range.shared.needed[item >> log2_block] & (kWholeBlock - 1);
+    keys[written + item] = ((range.first + block) << log2_block) + (item & ((1 << log2_block) - 1));
+    const uint32_t* from = range.shared.pool + block;
+    uint32_t* to = seen + written + item;
+    for (int word = 0; word < unions.words; ++word, from += range.stride, to += unions.capacity) *to = *from;
   }
-  return found;
 }
 
-// Spreads the blocks that are needed out into keys, and writes those that some query sees. Returns how many there are.
-__device__ __forceinline__ int write_blocks(const UnionRange& range, const OtherMasks& others, int needed,
+// Spreads the needed blocks from number `plain` on out into keys, and writes those that some query sees. Returns how many there
+// are.
+__device__ __forceinline__ int write_blocks(const UnionRange& range, const OtherMasks& others, NeededBlocks needed,
                                             const KeyUnions& unions, int written, int& buffer, int32_t* keys, uint32_t* seen) {
   UnionShared& shared = range.shared;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, words = unions.words;
   const int log2_block = range.p.mask.index.log2_block;
   int found = 0;
-  for (int begin = 0; begin < needed << log2_block; begin += kThreads * kAtOnce) {
+  for (int begin = needed.plain << log2_block; begin < needed.all << log2_block; begin += kThreads * kAtOnce) {
     const int first_item = begin + warp * 32 * kAtOnce + lane;
     const auto key_of = [&](uint32_t block, int item) {
       return ((range.first + static_cast<int>(block)) << log2_block) + (item & ((1 << log2_block) - 1));
@@ -380,7 +361,7 @@ __device__ __forceinline__ int write_blocks(const UnionRange& range, const Other
     for (int i = 0; i < kAtOnce; ++i) {
       const int item = first_item + 32 * i, place = item >> log2_block;
       bool is_seen = false;
-      if (place < needed) {
+      if (place < needed.all) {
         const uint32_t entry = shared.needed[place], block = entry & (kWholeBlock - 1);
         is_seen = entry & kWholeBlock;
         const int key = key_of(block, item);
@@ -540,7 +521,7 @@ __global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __
             range = min(kPoolWords / words, blocks + 3) / 4 * 4;  // whole pieces of 16 bytes
   const bool by_fours = reinterpret_cast<uintptr_t>(tile.entries) % 16 == 0 && (lists.row_stride | lists.count) % 4 == 0;
   const OtherMasks others(p, tile);
-  const bool has_others = others.spans.has_intervals() || others.tiles.tiles, is_plain = log2_block == 0 && !has_others;
+  const bool has_others = others.spans.has_intervals() || others.tiles.tiles;
   const int last_whole = has_others ? -1 : p.mask.is_causal ? min(last_key, tile.low) : last_key;
   const int local_from = lists.local > 0 ? max(tile.index_low - lists.local + 1, 0) : key_length,
             local_to = lists.local > 0 ? tile.index_low + tile.queries : 0;
@@ -562,13 +543,10 @@ __global__ __launch_bounds__(kThreads, kBlocksAtOnce) void union_kernel(const __
     }
     __syncthreads();
     const UnionRange here{shared, p, tile, first, count, range, local_from, local_to, last_key, last_whole};
-    if (is_plain) {
-      written += write_listed(here, others, words, unions.capacity, written, buffer, keys, seen);
-      __syncthreads();
-      continue;
-    }
-    const int needed = find_blocks(here, words, buffer);
+    const NeededBlocks needed = find_blocks(here, words, buffer);
     __syncthreads();
+    write_plain(here, needed.plain << log2_block, unions, written, keys, seen);
+    written += needed.plain << log2_block;
     written += write_blocks(here, others, needed, unions, written, buffer, keys, seen);
     __syncthreads();
   }

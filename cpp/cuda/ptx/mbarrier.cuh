@@ -50,6 +50,10 @@ __device__ __forceinline__ void barrier_sleep(uint32_t barrier, uint32_t parity)
 }
 
 // Named barriers of `threads` threads of the block: arrive and wait for all; does any thread say so; how many do.
+// Arrives at a barrier that others of these threads wait for by group_sync.
+__device__ __forceinline__ void group_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 __device__ __forceinline__ void group_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

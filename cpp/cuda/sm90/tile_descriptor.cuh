@@ -15,7 +15,7 @@ enum Flag : uint32_t {
   kEnd = 4,        // it is no chunk: the work is done
   kInOrder = 8,    // its keys are first_key, first_key + 1, ...; otherwise those of `index`
   kLimit = 16,     // keys before the first and causality have to be tested; only with kInOrder
-  kSpans = 32,     // spans have to be tested, of gathered keys `seen`; without kInOrder rows may be missing
+  kSpans = 32,     // spans have to be tested, of gathered keys `seen` or `bits`; without kInOrder rows may be missing
   kBits = 64,      // bits have to be tested; without kInOrder rows may be missing
   kFew = 128,      // gathered keys: `seen` has to be tested for the first kFewRows rows
   kGaps = 256,     // gathered keys: rows from rows_present on are missing, Keys::kIntervals: `dead` ones; all are hidden
@@ -58,7 +58,7 @@ struct TileDescriptor {
   static constexpr int kKeys = kForwardShape<kDim, Traits>.keys, kRows = kForwardShape<kDim, Traits>.rows();
   static constexpr bool kIsDense = Traits::kIsDense;  // has no fields beyond first_key, with options key_hash
   static constexpr bool kHasBits = Traits::kTakesBlocks;
-  static constexpr bool kIsGathered = Traits::kGathers;
+  static constexpr bool kIsGathered = Traits::kGathers, kIsUnion = Traits::kIsUnion;
   static constexpr bool kHasIntervals = Traits::kKeys == Keys::kIntervals;  // dense, and has span, last, dead and key_bias
   static constexpr int kDescribedRows = kIsDense && !kHasIntervals ? 4 : kKeys;
   static constexpr int kBiasWarps = Traits::kBias == Bias::kKey ? kForwardShape<kDim, Traits>.loaders() / 32 : 1;
@@ -97,9 +97,11 @@ struct TileDescriptor {
   alignas(16) uint32_t key_hash[Traits::kHasOptions ? kKeys : 1];  // with dropout: dropout_key_hash of each key
   // Is some key_bias beyond kHugeBias? For each warp that loads keys, which take 32 rows after the other.
   bool has_huge[kBiasWarps];
-  uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
-  // Of gathered keys, by warp and seen_place: a bit for each of the warp's 16 rows of the tile, whether it sees the key.
-  alignas(kIsGathered ? 16 : 2) uint16_t seen[kIsGathered ? kRows / 16 : 1][kIsGathered ? kDescribedRows : 1];
+  // By query of the tile, a bit for each key that it sees.
+  alignas(8) uint32_t bits[kHasBits || kIsUnion ? kRows : 1][kHasBits || kIsUnion ? kKeys / 32 : 1];
+  // Of other gathered keys, by warp and seen_place: a bit for each of the warp's 16 rows of the tile, whether it sees the key.
+  static constexpr bool kHasSeen = kIsGathered && !kIsUnion;
+  alignas(kHasSeen ? 16 : 2) uint16_t seen[kHasSeen ? kRows / 16 : 1][kHasSeen ? kDescribedRows : 1];
 };
 
 }  // namespace dmattn::cuda::sm90

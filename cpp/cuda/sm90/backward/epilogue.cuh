@@ -6,14 +6,18 @@
 
 namespace dmattn::cuda::sm90 {
 
-// Adds grad_query of a chunk, the warpgroup's part of it, to query_sums. There the sums keep the order in which registers hold
-// them: a warp adds 512 consecutive bytes at a time, and no register has to be moved.
-template <class Shared, int kDim, int kTiles>
-__device__ __forceinline__ void add_grad_query(const QueryDescriptor& descriptor, const float (&from)[kTiles][4], uint32_t group,
-                                               int head_dim) {
-  const int first_column = static_cast<int>(group) * Shared::kPartColumns % kDim, columns = head_dim - first_column;
+// Where the thread's first sum of grad_query is in the rows of a chunk, of which the warpgroup has a part. The sums keep the
+// order in which registers hold them: a warp adds 512 consecutive bytes at a time, and no register has to be moved.
+template <class Shared, int kDim>
+__device__ __forceinline__ uint32_t first_sum(uint32_t group, int head_dim) {
   const uint32_t part = Shared::kPartColumns < kDim ? Shared::kPartColumns : static_cast<uint32_t>(sum_width(head_dim));
-  float* const to = descriptor.sums + (group * 64 * part + thread_index() % kWarpgroup * 4);
+  return group * 64 * part + thread_index() % kWarpgroup * 4;
+}
+
+// Adds the warpgroup's part of a chunk's grad_query to query_sums. to: of the thread's first sum.
+template <class Shared, int kDim, int kTiles>
+__device__ __forceinline__ void add_grad_query(float* to, const float (&from)[kTiles][4], uint32_t group, int head_dim) {
+  const int columns = head_dim - static_cast<int>(group) * Shared::kPartColumns % kDim;
   const auto add = [&](int i) { add_4(to + i * kSumTile, from[i][0], from[i][1], from[i][2], from[i][3]); };
   if (columns >= kTiles * 8) {
 #pragma unroll

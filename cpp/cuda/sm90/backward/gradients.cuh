@@ -9,41 +9,29 @@ namespace dmattn::cuda::sm90 {
 // each key; delta: of each query.
 template <class T>
 __device__ __forceinline__ void differentiate_with_options(float (&gradients)[4], uint32_t first_slopes, uint32_t second_slopes,
-                                                           const float* delta, float keep_probability, float bias_factor,
+                                                           float2 delta, float keep_probability, float bias_factor,
                                                            float (&bias_sum)[2]) {
-  const float2 deltas = *reinterpret_cast<const float2*>(delta);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const float2 pair = Element<T>::widen_pair(e / 2 == 0 ? first_slopes : second_slopes);
     const float slope = e % 2 == 0 ? pair.x : pair.y, kept = fmaxf(slope, 0.0f) * gradients[e];
-    gradients[e] = fmaf(-fabsf(slope), (e % 2 == 0 ? deltas.x : deltas.y) * keep_probability, kept);
+    gradients[e] = fmaf(-fabsf(slope), (e % 2 == 0 ? delta.x : delta.y) * keep_probability, kept);
     bias_sum[e / 2] = fmaf(gradients[e], bias_factor, bias_sum[e / 2]);
   }
 }
 
-// Replaces each gradient of a weight by delta minus it. delta_of: of the thread's queries.
-template <int kN>
-__device__ __forceinline__ void subtract_from_delta(float (&grad_scores)[kN][4], const float* delta_of) {
-#pragma unroll
-  for (int i = 0; i < kN; ++i) {
-    const float2 delta = *reinterpret_cast<const float2*>(&delta_of[8 * i]);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) grad_scores[i][e] = (e % 2 == 0 ? delta.x : delta.y) - grad_scores[i][e];
-  }
-}
-
-// Turns gradients of the weights into gradients of the scores, and adds them to those of key_bias. Without options grad_scores
-// is passed as delta minus the gradients of the weights. delta_of: of the thread's queries.
-template <class T, class Traits, int kSteps, int kN>
+// Turns gradients of the weights into gradients of the scores, and adds them to those of key_bias. kSubtracted: they are passed
+// subtracted from delta. delta_of: of the thread's queries.
+template <class T, class Traits, bool kSubtracted, int kEarly, int kSteps, int kN>
 __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, float (&grad_scores)[kN][4],
                                                      const uint32_t (&weights)[kSteps][4], const uint32_t (&slopes)[kSteps][4],
-                                                     const float* delta_of, float (&bias_sum)[2]) {
+                                                     const QueryTerms<kEarly>& delta_of, float (&bias_sum)[2]) {
   constexpr bool kCaps = Traits::kLogits == Logits::kCapped && Traits::kBias != Bias::kPair;
   const bool is_apart = has_apart_bias<kCaps>(call);
   if (is_apart) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
-      const float2 delta = *reinterpret_cast<const float2*>(&delta_of[8 * i]);
+      const float2 delta = delta_of.pair(i);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + r]);
@@ -56,13 +44,16 @@ __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, f
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
     if constexpr (Traits::kHasOptions) {
-      differentiate_with_options<T>(grad_scores[i], slopes[i / 2][i % 2 * 2], slopes[i / 2][i % 2 * 2 + 1], &delta_of[8 * i],
+      differentiate_with_options<T>(grad_scores[i], slopes[i / 2][i % 2 * 2], slopes[i / 2][i % 2 * 2 + 1], delta_of.pair(i),
                                     call.keep_probability, bias_factor, bias_sum);
     } else {
+      const float2 delta = kSubtracted ? float2{} : delta_of.pair(i);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
-        grad_scores[i][e] *= -(e % 2 == 0 ? pair.x : pair.y);
+        const float weight = e % 2 == 0 ? pair.x : pair.y;
+        grad_scores[i][e] =
+            kSubtracted ? grad_scores[i][e] * -weight : (grad_scores[i][e] - (e % 2 == 0 ? delta.x : delta.y)) * weight;
         if (Traits::kBias != Bias::kNone) bias_sum[e / 2] += grad_scores[i][e];
       }
     }

@@ -72,10 +72,11 @@ struct BackwardProducts {
   __device__ __forceinline__ void begin_scores(float (&to)[kN][4], uint32_t descriptor) const {
     begin_rows(to, keys + group * step_of(64 * 128), queries_of(descriptor));
   }
-  // to -= values * grad_out^T, or with options, which start from nothing, to = values * grad_out^T
+  // to = values * grad_out^T, or to -= values * grad_out^T
+  template <bool kSubtracts>
   __device__ __forceinline__ void begin_grad_scores(float (&to)[kN][4], uint32_t descriptor) const {
-    begin_rows<!kHasOptions>(to, keys + step_of(offsetof(Shared, value) - offsetof(Shared, key)) + group * step_of(64 * 128),
-                             grad_outs_of(descriptor));
+    begin_rows<kSubtracts>(to, keys + step_of(offsetof(Shared, value) - offsetof(Shared, key)) + group * step_of(64 * 128),
+                           grad_outs_of(descriptor));
   }
   template <bool kSubtracts = false>
   __device__ __forceinline__ void begin_rows(float (&to)[kN][4], uint32_t a, uint32_t b) const {
@@ -118,6 +119,7 @@ class GradientConsumer {
       : call_(call), shared_(shared), products_(shared) {}
 
   __device__ __forceinline__ void run() {
+    if (kTakesTurns && products_.group == 1) end_turn();
     for (;; ++tile_visit_) {
       descriptor_full_.wait_full(tile_visit_);
       const KeyDescriptor& tile = shared_.key_descriptors[tile_visit_ % Shared::kKeyDescriptors];
@@ -132,6 +134,17 @@ class GradientConsumer {
   static constexpr int kN = Products::kN, kSteps = Products::kSteps, kOut = Products::kOut, kPart = Products::kPart;
   static constexpr bool kIsGathered = Traits::kGathers, kHasOptions = Traits::kHasOptions,
                         kHasBias = Traits::kBias != Bias::kNone;
+  // An order of the loop in which a warpgroup never waits for shared memory with no product begun. It takes more instructions,
+  // and instances that are short of those were slower by it (research/lab/backward.md).
+  static constexpr bool kIsDense = Traits::kKeys == Keys::kInOrder && !kHasOptions && !kHasBias,
+                        kIsOverlapped = (kIsDense && kDim == 128) || (Traits::kKeys == Keys::kGathered && !kHasOptions);
+  // The warpgroups weigh scores by turns, so that one's products run beside the other's exponentials.
+  static constexpr bool kTakesTurns = kIsDense || kIsOverlapped;
+  // Without options gradients of the weights start at delta, from which the product is subtracted; overlapped they start at 0.
+  static constexpr bool kSubtracts = !kHasOptions && !kIsOverlapped;
+  static constexpr int kEarly = kIsOverlapped ? 8 : 0;  // see QueryTerms
+  // The bits of unions are read beside the product.
+  static constexpr bool kHidesEarly = Traits::kIsUnion && !kHasOptions;
 
   // One visit of a tile of keys: by all queries that see it.
   //
@@ -149,18 +162,21 @@ class GradientConsumer {
     has_chunk_before_ = false, has_test_ = false, is_new_head_ = false;
     float scores[kN][4], grad_scores[kN][4];
     key_full_.wait_full(tile_visit_);
-    bool has_chunk = await_chunk();
-    begin_scores(scores);
+    bool has_chunk = await_and_begin_scores(scores);
+    if constexpr (kHidesEarly) seen_ = read_seen<kDim, kN>(tile, shared_.query_descriptors[n_ % Shared::kQueryDescriptors]);
+    QueryTerms<kEarly> lse2;
+    if (kIsOverlapped) lse2 = terms_of_queries(shared_.lse2);
     value_full_.wait_full(tile_visit_);
-    if (!kHasOptions) start_grad_scores(grad_scores);
+    if (kSubtracts) start_grad_scores(grad_scores);
     wait_products<0>();
     pin(scores);
-    while (has_chunk) has_chunk = compute_chunk(tile, scores, grad_scores);
+    while (has_chunk) has_chunk = compute_chunk(tile, scores, grad_scores, lse2);
     end_tile(tile);
   }
 
-  // Computes chunk n of queries, of which scores are there, and the scores of the next one. True: that one is a chunk.
-  __device__ __forceinline__ bool compute_chunk(const KeyDescriptor& tile, float (&scores)[kN][4], float (&grad_scores)[kN][4]) {
+  // Computes chunk n of queries, of which scores are there and lse2, and the scores of the next one. True: that one is a chunk.
+  __device__ __forceinline__ bool compute_chunk(const KeyDescriptor& tile, float (&scores)[kN][4], float (&grad_scores)[kN][4],
+                                                QueryTerms<kEarly>& lse2) {
     // Descriptors that ended a tile visit do not count as chunks.
     const uint32_t stage = n_ % kShape.query_stages, chunk = n_ - tile_visit_;
     const QueryDescriptor& descriptor = shared_.query_descriptors[n_ % Shared::kQueryDescriptors];
@@ -176,9 +192,17 @@ class GradientConsumer {
     }
     if (kHasBias) head_ = descriptor.head;
 
-    weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, has_test_, scores, bias_2_, bias_sum_, weights, slopes,
-                                 cap_slopes);
+    float* sums = nullptr;
+    if (kIsOverlapped) sums = place_of_sums(n_ - 1);
+    if (kTakesTurns) group_sync(kTurnBarrier + static_cast<int>(products_.group), kConsumers * kWarpgroup);
+    if constexpr (kHidesEarly) seen_.hide(scores);
+    weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, has_test_ && !kHidesEarly, scores, bias_2_, bias_sum_,
+                                 weights, slopes, cap_slopes,
+                                 [&] { return kIsOverlapped ? lse2 : terms_of_queries(shared_.lse2); });
+    if (kTakesTurns) end_turn();
     if (kHasOptions) begin_grad_scores(grad_scores);
+    QueryTerms<kEarly> delta;
+    if (kIsOverlapped) delta = terms_of_queries(shared_.delta);
     // Issue grad_value += weights dO, and wait for grad_scores.
     pin(grad_value_);
     begin_products();
@@ -187,8 +211,8 @@ class GradientConsumer {
     pin(grad_scores);
     // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
     // fp32 would not fit into registers.
-    differentiate_scores<T, Traits>(call_, grad_scores, weights, slopes, &shared_.delta[stage][ScorePlace<kDim>().column],
-                                    bias_sum_);
+    if (!kIsOverlapped) delta = terms_of_queries(shared_.delta);
+    differentiate_scores<T, Traits, kSubtracts>(call_, grad_scores, weights, slopes, delta, bias_sum_);
     differentiate_bias<T, kDim, Traits>(call_, tile, descriptor, grad_scores, slopes, cap_slopes);
     narrow<T>(gradients, grad_scores);
     // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
@@ -198,9 +222,10 @@ class GradientConsumer {
     begin_products();
     products_.begin_grad_query(grad_query, chunk - 1);
     products_.begin_sums(grad_key_, gradients, products_.queries_of(n_));
-    // Leave the score gradients in shared memory for grad_query.
+    // Leave the score gradients in shared memory for grad_query. The fence takes some 300 cycles here.
     score_empty_.wait_empty(chunk);
     put_gradients<kDim>(shared_address(shared_.grad_score[chunk % 2]), gradients);
+    if (kIsOverlapped) announce_gradients(chunk);
     // Wait for the three products; the chunk's place is free.
     wait_products<0>();
     pin(grad_value_);
@@ -208,18 +233,18 @@ class GradientConsumer {
     pin(grad_key_);
     barrier_arrive(query_empty_.at(n_));
     ++n_;
-    // Issue the scores of the next chunk. Only then announce the score gradients: by now they have reached shared memory, and the
-    // fence takes no time. Add grad_query of the chunk before to global memory.
-    const bool has_chunk = await_chunk();
-    begin_scores(scores);
-    fence_async();
-    barrier_arrive(score_full_.at(chunk));
+    // Issue the scores of the next chunk. Beside them add grad_query of the chunk before to global memory, which holds its
+    // registers for some 500 cycles.
+    const bool has_chunk = await_and_begin_scores(scores);
+    if (!kIsOverlapped) announce_gradients(chunk);  // they have reached shared memory, and the fence takes no time
     if (has_chunk_before_) {
       barrier_arrive(score_empty_.at(chunk - 1));
-      add_grad_query_of(grad_query, n_ - 2);
+      add_grad_query_of(grad_query, n_ - 2, sums);
     }
     has_chunk_before_ = true;
-    if (!kHasOptions) start_grad_scores(grad_scores);
+    if constexpr (kHidesEarly) seen_ = read_seen<kDim, kN>(tile, shared_.query_descriptors[n_ % Shared::kQueryDescriptors]);
+    if (kIsOverlapped) lse2 = terms_of_queries(shared_.lse2);
+    if (kSubtracts) start_grad_scores(grad_scores);
     wait_products<0>();
     pin(scores);
     return has_chunk;
@@ -259,30 +284,52 @@ class GradientConsumer {
     }
   }
 
-  // Waits for the next descriptor; false: it ends the tile visit.
-  __device__ __forceinline__ bool await_chunk() {
+  // Lets the other warpgroup weigh its scores.
+  __device__ __forceinline__ void end_turn() const {
+    group_arrive(kTurnBarrier + 1 - static_cast<int>(products_.group), kConsumers * kWarpgroup);
+  }
+  // Waits for the next chunk of queries, or the end of the tile visit, and issues its scores. False: it is the end. Overlapped,
+  // the descriptor is read beside the product.
+  __device__ __forceinline__ bool await_and_begin_scores(float (&scores)[kN][4]) {
     query_full_.wait_full(n_);
     const QueryDescriptor& descriptor = shared_.query_descriptors[n_ % Shared::kQueryDescriptors];
-    const bool has_chunk = !descriptor.ends_tile_visit;
-    has_test_ = descriptor.has_test;
-    if (kHasBias) is_new_head_ = descriptor.head != head_;
-    if (descriptor.has_bad_rows && has_chunk) clear_bad_rows(shared_, n_ % kShape.query_stages);
+    bool has_chunk = false;
+    const auto read = [&] {
+      has_chunk = !descriptor.ends_tile_visit, has_test_ = descriptor.has_test;
+      if (kHasBias) is_new_head_ = descriptor.head != head_;
+    };
+    if (!kIsOverlapped) read();
+    const bool has_bad_rows = kIsOverlapped ? has_bad_rows_ && !descriptor.ends_tile_visit : descriptor.has_bad_rows && has_chunk;
+    if (has_bad_rows) clear_bad_rows(shared_, n_ % kShape.query_stages);
+    begin_scores(scores);
+    if (kIsOverlapped) read();
     return has_chunk;
   }
-  // Starts grad_scores at delta, from which the product is then subtracted.
+  // Lets both warpgroups read the score gradients of a chunk that this thread has left in shared memory.
+  __device__ __forceinline__ void announce_gradients(uint32_t chunk) const {
+    fence_async();
+    barrier_arrive(score_full_.at(chunk));
+  }
+  // Starts grad_scores at delta.
   __device__ __forceinline__ void start_grad_scores(float (&grad_scores)[kN][4]) const {
-    const float* const delta = &shared_.delta[n_ % kShape.query_stages][ScorePlace<kDim>().column];
+    const QueryTerms<0> delta(&shared_.delta[n_ % kShape.query_stages][ScorePlace<kDim>().column]);
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
-      const float2 pair = *reinterpret_cast<const float2*>(&delta[8 * i]);
+      const float2 pair = delta.pair(i);
       grad_scores[i][0] = grad_scores[i][2] = pair.x, grad_scores[i][1] = grad_scores[i][3] = pair.y;
     }
   }
-  // Issues grad_scores -= V dO^T, or with options grad_scores = V dO^T.
+  // lse2 or delta of the thread's queries in chunk n.
+  __device__ __forceinline__ QueryTerms<kEarly> terms_of_queries(
+      const float (&terms)[kShape.query_stages][kShape.queries]) const {
+    const int column = kIsOverlapped ? static_cast<int>(threadIdx.x % 4 * 2) : ScorePlace<kDim>().column;
+    return QueryTerms<kEarly>(&terms[n_ % kShape.query_stages][column]);
+  }
+  // Issues grad_scores = V dO^T, or grad_scores -= V dO^T.
   __device__ __forceinline__ void begin_grad_scores(float (&grad_scores)[kN][4]) const {
     pin(grad_scores);
     begin_products();
-    products_.begin_grad_scores(grad_scores, n_);
+    products_.template begin_grad_scores<kSubtracts>(grad_scores, n_);
   }
   // Issues scores = K Q^T.
   __device__ __forceinline__ void begin_scores(float (&scores)[kN][4]) const {
@@ -290,17 +337,25 @@ class GradientConsumer {
     begin_products();
     products_.begin_scores(scores, n_);
   }
-  // Adds grad_query of the chunk with this descriptor. Where sums have a fixed order, when the semaphore allows it.
-  __device__ __forceinline__ void add_grad_query_of(const float (&grad_query)[kPart / 8][4], uint32_t descriptor) const {
+  // Where the thread's part of grad_query goes of the chunk with this descriptor.
+  __device__ __forceinline__ float* place_of_sums(uint32_t descriptor) const {
+    return shared_.query_descriptors[descriptor % Shared::kQueryDescriptors].sums +
+           first_sum<Shared, kDim>(products_.group, static_cast<int>(call_.b.forward.head_dim));
+  }
+  // Adds grad_query of the chunk with this descriptor. Where sums have a fixed order, when the semaphore allows it. sums: null,
+  // or place_of_sums.
+  __device__ __forceinline__ void add_grad_query_of(const float (&grad_query)[kPart / 8][4], uint32_t descriptor,
+                                                    float* sums = nullptr) const {
+    const int head_dim = static_cast<int>(call_.b.forward.head_dim);
     if constexpr (Traits::kGathersQueries) {
       const uint32_t slot = descriptor % Shared::kQueryDescriptors;
       add_listed_grad_query<Shared, kDim>(shared_.query_descriptors[slot], shared_.listed[slot], grad_query, products_.group,
-                                          static_cast<int>(call_.b.forward.head_dim));
+                                          head_dim);
       return;
     }
     if (!kIsGathered && call_.semaphores) semaphore_acquired_.wait_full(descriptor - tile_visit_);
-    add_grad_query<Shared, kDim>(shared_.query_descriptors[descriptor % Shared::kQueryDescriptors], grad_query, products_.group,
-                                 static_cast<int>(call_.b.forward.head_dim));
+    if (!sums) sums = place_of_sums(descriptor);
+    add_grad_query<Shared, kDim>(sums, grad_query, products_.group, head_dim);
     if (!kIsGathered && call_.semaphores) barrier_arrive(semaphore_released_.at(descriptor - tile_visit_));
   }
 
@@ -320,8 +375,10 @@ class GradientConsumer {
   // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
   float bias_2_[2] = {}, bias_sum_[2] = {};
   int head_ = -1;
-  uint32_t n_ = 0, tile_visit_ = 0;              // the numbers of the descriptors of queries, and of keys
-  bool has_chunk_before_ = false;                // of the tile visit
+  uint32_t n_ = 0, tile_visit_ = 0;  // the numbers of the descriptors of queries, and of keys
+  bool has_chunk_before_ = false;    // of the tile visit
+  const bool has_bad_rows_ = shared_.row_flags & kBadRows;
+  SeenBits<kN> seen_;                            // with kHidesEarly, of the chunk
   bool has_test_ = false, is_new_head_ = false;  // of the chunk: known early, so that nothing waits for them
 };
 

@@ -255,9 +255,8 @@ class WideGradientConsumer {
     // Wait for grad_scores. Compute the gradients of the scores from the probabilities in 16 bits.
     wait_products<2>();
     pin(grad_scores);
-    const float* const delta = &shared_.delta[stage][column];
-    if (!kHasOptions) subtract_from_delta(grad_scores, delta);
-    differentiate_scores<T, Traits>(call_, grad_scores, weights, slopes, delta, bias_sum_);
+    const QueryTerms<0> delta(&shared_.delta[stage][column]);
+    differentiate_scores<T, Traits, false>(call_, grad_scores, weights, slopes, delta, bias_sum_);
     differentiate_bias<T, kDim, Traits>(call_, tile, descriptor, grad_scores, slopes, cap_slopes);
     narrow<T>(gradients, grad_scores);
     // Leave them in shared memory, and issue grad_key += grad_scores Q. Both warpgroups have read those of two chunks ago,
@@ -337,21 +336,21 @@ class WideGradientConsumer {
   __device__ __forceinline__ int weigh(const KeyDescriptor& tile, const QueryDescriptor& descriptor, uint32_t stage,
                                        float (&scores)[kN][4], uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
                                        uint32_t (&cap_slopes)[kSteps][4]) {
+    const int column = ScorePlace<kDim>().column;
+    const QueryTerms<0> lse2(&shared_.lse2[stage][column]);
     if constexpr (kHasOptions) {
       weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, true, scores, bias_2_, bias_sum_, weights, slopes,
-                                   cap_slopes);
-      return ScorePlace<kDim>().column;
+                                   cap_slopes, [&] { return lse2; });
     } else {
       hide_scores<kDim, Traits>(call_.b.forward, tile, descriptor, scores);
-      const int column = ScorePlace<kDim>().column;
       if (kHasBias && (shared_.row_flags & kHugeRows)) {
         weigh_huge_scores<kDim>(call_, tile, descriptor, nullptr, scores);
       } else {
-        weigh_scores<Traits>(scores, shared_.lse2[stage], column, bias_2_, call_.scale_2);
+        weigh_scores<Traits>(scores, lse2, bias_2_, call_.scale_2);
       }
       narrow<T>(weights, scores);
-      return column;
     }
+    return column;
   }
   // Adds a piece of grad_query of a chunk. Where sums have a fixed order, when the semaphore allows it.
   __device__ __forceinline__ void add(float* to, const float (&grad_query)[kPieceN][4], int piece, uint32_t chunk) const {

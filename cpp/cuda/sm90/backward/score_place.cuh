@@ -22,6 +22,23 @@ struct ScorePlace {
   __device__ __forceinline__ int thread() const { return first_row * 2 + lane; }
 };
 
+// lse or delta of the thread's queries, which come in pairs: 8 columns from one to the next. The first kEarly pairs are loaded at
+// once, the others when they are asked for.
+template <int kEarly>
+struct QueryTerms {
+  const float* from;  // of the first query, in shared memory
+  float2 early[kEarly > 0 ? kEarly : 1];
+  QueryTerms() = default;
+  __device__ __forceinline__ explicit QueryTerms(const float* of_first) : from(of_first) {
+#pragma unroll
+    for (int i = 0; i < kEarly; ++i) early[i] = load(i);
+  }
+  __device__ __forceinline__ float2 pair(int i) const { return i < kEarly ? early[i] : load(i); }
+
+ private:
+  __device__ __forceinline__ float2 load(int i) const { return *reinterpret_cast<const float2*>(&from[8 * i]); }
+};
+
 // The key in a row of the tile, -1 for none.
 template <int kDim>
 __device__ __forceinline__ int key_at(const KeyDescriptor& tile, int row) {

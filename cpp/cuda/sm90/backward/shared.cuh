@@ -76,8 +76,9 @@ struct alignas(1024) BackwardShared {
   uint64_t tile_visit_loaded;                       // all queries of a tile visit have been asked for
 };
 
-// Of the warps that load keys, of those that compute, and of those that gather queries; 0 is the whole block's.
-inline constexpr int kLoadBarrier = 1, kClearBarrier = 2, kQueryBarrier = 3;
+// Of the warps that load keys, of those that compute, of those that gather queries, and one for each computing warpgroup, whose
+// turn it is; 0 is the whole block's.
+inline constexpr int kLoadBarrier = 1, kClearBarrier = 2, kQueryBarrier = 3, kTurnBarrier = 4;
 
 inline constexpr int kComputingThreads = kConsumers * kWarpgroup;
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../common/logits.cuh"
+#include "../seen_bits.cuh"
 #include "bias.cuh"
 
 namespace dmattn::cuda::sm90 {
@@ -44,28 +45,24 @@ __device__ __forceinline__ void hide_unlisted(const AttentionParams& p, const Ke
   });
 }
 
+// What a union says of the thread's scores. Behind the last chunk of a tile visit it means nothing.
+template <int kDim, int kN>
+__device__ __forceinline__ SeenBits<kN> read_seen(const KeyDescriptor& tile, const QueryDescriptor& descriptor) {
+  constexpr int kWords = kN / 4, kParts = kBackwardUnionWords / kWords;
+  using Parts = uint32_t[kParts][kWords];
+  const ScorePlace<kDim> place;
+  const uint32_t part = static_cast<uint32_t>(descriptor.first_query - tile.from + place.column) / (8 * kN) % kParts;
+  return {reinterpret_cast<const Parts&>(tile.union_seen[place.row])[part],
+          reinterpret_cast<const Parts&>(tile.union_seen[place.row + 8])[part], place.column % 32};
+}
+
 // Scores that spans or the bits of a block mask hide become -inf.
 template <int kDim, class Traits, int kN>
 __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyDescriptor& tile,
                                             const QueryDescriptor& descriptor, float (&scores)[kN][4]) {
   // Hide what the union of index lists hides.
   if constexpr (Traits::kIsUnion) {
-    const ScorePlace<kDim> place;
-    const int first_word = (descriptor.first_query - tile.from + place.column) / 32;
-#pragma unroll
-    for (int word = 0; word < kN / 4; ++word) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t bits = tile.union_seen[place.row + 8 * r][first_word + word] >> place.column % 32;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (!has_bit(bits, 8 * i + e)) scores[4 * word + i][2 * r + e] = negative_infinity();
-          }
-        }
-      }
-    }
+    read_seen<kDim, kN>(tile, descriptor).hide(scores);
     return;
   }
   // Hide what spans hide.
@@ -130,14 +127,13 @@ __device__ __forceinline__ void weigh_huge_scores(const BackwardCall& call, cons
   }
 }
 
-// Scores become probabilities exp(score - lse). bias_2: key_bias of the thread's two keys in base 2; lse2_of: lse of the chunk's
-// queries.
-template <class Traits, int kN>
-__device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float* lse2_of, int column, const float (&bias_2)[2],
+// Scores become probabilities exp(score - lse). bias_2: key_bias of the thread's two keys in base 2.
+template <class Traits, int kEarly, int kN>
+__device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const QueryTerms<kEarly>& lse2_of, const float (&bias_2)[2],
                                              float scale_2) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
-    const float2 lse2 = *reinterpret_cast<const float2*>(&lse2_of[column + 8 * i]);
+    const float2 lse2 = lse2_of.pair(i);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float minus_lse2 = -(e % 2 == 0 ? lse2.x : lse2.y);
@@ -259,13 +255,13 @@ __device__ __forceinline__ void narrow(uint32_t (&to)[kSteps][4], const float (&
 
 // A chunk's products become weights, operands of a product; with options slopes, too, of which differentiate_scores makes the
 // gradients, and with softcap beside a bias of single pairs cap_slopes, for differentiate_bias. has_test: are there scores to
-// hide?
-template <class T, int kDim, class Traits, int kSteps, int kN>
+// hide? lse2_of_queries: called without options, gives lse as QueryTerms.
+template <class T, int kDim, class Traits, int kSteps, int kN, class GetTerms>
 __device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardShared<kDim, Traits::kHasOptions>& shared,
                                             const KeyDescriptor& tile, const QueryDescriptor& descriptor, uint32_t stage,
                                             bool has_test, float (&scores)[kN][4], const float (&bias_2)[2], float (&bias_sum)[2],
                                             uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
-                                            uint32_t (&cap_slopes)[kSteps][4]) {
+                                            uint32_t (&cap_slopes)[kSteps][4], const GetTerms& lse2_of_queries) {
   constexpr bool kHasPairBias = Traits::kBias == Bias::kPair;
   const bool has_huge_rows = shared.row_flags & kHugeRows;
   if constexpr (kHasPairBias) {
@@ -289,7 +285,7 @@ __device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardSh
     if (Traits::kBias != Bias::kNone && has_huge_rows) {
       weigh_huge_scores<kDim>(call, tile, descriptor, gathered, scores);
     } else {
-      weigh_scores<Traits>(scores, shared.lse2[stage], ScorePlace<kDim>().column, bias_2, call.scale_2);
+      weigh_scores<Traits>(scores, lse2_of_queries(), bias_2, call.scale_2);
     }
     narrow<T>(weights, scores);
   }

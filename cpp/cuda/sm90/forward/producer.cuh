@@ -79,7 +79,7 @@ class Producer {
     }
     Descriptor& descriptor = shared_.descriptors[n % kShape.descriptors];
     const uint32_t flags = descriptor.flags;
-    const bool in_order = Traits::kIsDense || flags & kInOrder, has_dead = kHasIntervals && flags & kGaps;
+    const bool in_order = Traits::kIsDense || (!Traits::kIsUnion && flags & kInOrder), has_dead = kHasIntervals && flags & kGaps;
     if (flags & kFirst) begin_tile(descriptor, flags);
     const bool has_bias = kStartsWithBias && bias_ && !(flags & kEnd);
     float bias_of[kEach];

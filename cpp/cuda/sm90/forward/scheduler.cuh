@@ -117,7 +117,7 @@ class Scheduler {
     } else {
       schedule_in_order();
     }
-    if (!has_pending_) {  // no query sees a key: a chunk without keys keeps all warps in step
+    if (!Traits::kIsUnion && !has_pending_) {  // no query sees a key: a chunk without keys keeps all warps in step
       Descriptor& descriptor = begin_chunk();
       if (thread_ == 0) descriptor.first_key = -kKeys;
       if (Traits::kBias == Bias::kPair && thread_ < kKeys) descriptor.key_bias[Descriptor::bias_place(thread_)] = 0.0f;

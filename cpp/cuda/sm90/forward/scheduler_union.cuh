@@ -5,46 +5,29 @@
 
 namespace dmattn::cuda::sm90 {
 
-// The lowest bits of `bits`, one for each query, as bits of 16 rows, of which each query has 2^kShift.
-template <int kShift>
-__device__ __forceinline__ uint32_t rows_of_queries(uint32_t bits) {
-  if constexpr (kShift == 0) return bits & 0xffffu;
-  if constexpr (kShift == 1) {
-    bits &= 0xffu;
-    bits = (bits | bits << 4) & 0x0f0fu;
-    bits = (bits | bits << 2) & 0x3333u;
-    return ((bits | bits << 1) & 0x5555u) * 3;
-  }
-  if constexpr (kShift == 2) {
-    bits &= 0xfu;
-    bits = (bits | bits << 6) & 0x0303u;
-    return ((bits | bits << 3) & 0x1111u) * 15;
-  }
-  if constexpr (kShift == 3) return (bits & 1) * 0xffu | (bits & 2) * 0x7f80u;
-  return (bits & 1) * 0xffffu;
-}
-
-// Writes into the descriptor which rows of the tile see the key of a row of the chunk. Returns a bit for each computing warp of
-// which some row does not, and bits from kSeenBit on for the warpgroups of which some row does. seen: bits of the tile's queries,
-// of which each has 2^shift rows; kShift is shift, at most 4.
-template <int kShift, class Descriptor, int kWords>
-__device__ __forceinline__ uint32_t describe_union(Descriptor& descriptor, int row, const uint32_t (&seen)[kWords], int shift) {
-  uint32_t tested = 0;
+// Transposes matrices of 32 x 32 bits, a word of each in each lane: bit l of lane q was bit q of lane l.
+template <int kWords>
+__device__ __forceinline__ void transpose_bits(uint32_t (&words)[kWords]) {
+  const uint32_t lane = read_lane();
 #pragma unroll
-  for (int warp = 0; warp < Descriptor::kRows / 16; ++warp) {
-    // From 16 heads on a warp has rows of one query alone, and all queries are in the first word.
-    const int query = kShift < 4 ? warp * 16 >> kShift : warp * 16 >> shift;
-    const uint32_t rows = rows_of_queries<kShift>(seen[kShift < 4 ? (warp * 16 >> kShift) / 32 : 0] >> query % 32);
-    descriptor.seen[warp][Descriptor::seen_place(row)] = static_cast<uint16_t>(rows);
-    if (rows != 0xffffu) tested |= 1u << warp;
-    if (rows != 0) tested |= 1u << (kSeenBit + warp / 4);
+  for (uint32_t step = 16; step > 0; step /= 2) {
+    // A lane keeps half of its bits, and takes those that its partner does not keep.
+    const bool is_upper = lane & step;
+    const uint32_t bytes = step == 16 ? (is_upper ? 0x3276 : 0x5410) : (is_upper ? 0x3715 : 0x6240);
+    const uint32_t low = step == 4 ? 0x0f0f0f0fu : step == 2 ? 0x33333333u : 0x55555555u, kept = is_upper ? ~low : low;
+#pragma unroll
+    for (uint32_t& word : words) {
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, word, step);
+      const uint32_t moved = __funnelshift_l(other, other, is_upper ? 32 - step : step);
+      word = step >= 8 ? __byte_perm(word, other, bytes) : (word & kept) | (moved & ~kept);
+    }
   }
-  return tested;
 }
 
 template <int kDim, class Traits>
 __device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
-  constexpr int kWords = kRows / 32;  // at most, when each query has one row
+  // Words of bits of a key, of 32 queries each, which the scheduler's threads share where there are more of them than keys.
+  constexpr int kShares = kThreads > kKeys ? kThreads / kKeys : 1, kWords = kRows / 32 / kShares;
   const KeyUnions& unions = call_.live_keys.unions;
   const int64_t list = unions.list_of(batch_, head_, first_query_);
   const int32_t* const keys = unions.key + list * unions.capacity;
@@ -52,35 +35,71 @@ __device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
   const int count = unions.count[list], shift = work_.log2_heads_per_tile;
   int key[kRowsPerThread];
   uint32_t seen[kRowsPerThread][kWords];
+  const auto row_of_chunk = [&](int i) { return kShares > 1 ? thread_ % kKeys : thread_ + i * kThreads; };
+  const auto number_of = [&](int word) { return word * kShares + (kShares > 1 ? thread_ / kKeys : 0); };
   // Reads what a chunk needs, a chunk ahead, so that the latency is hidden.
   const auto read = [&](int begin) {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const int at = begin + thread_ + i * kThreads;
-      const bool is_key = thread_ + i * kThreads < kKeys && at < count;
-      key[i] = is_key ? keys[at] : 0;
+      const int at = begin + row_of_chunk(i);
+      const bool is_key = row_of_chunk(i) < kKeys && at < count;
+      // Behind the last key it is loaded again: no query sees its copies, but their values are multiplied by 0.
+      key[i] = count > 0 ? keys[min(at, count - 1)] : 0;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
-        seen[i][word] = is_key && word < unions.words ? bits[word * unions.capacity + at] : 0;
+        seen[i][word] = is_key && number_of(word) < unions.words ? bits[number_of(word) * unions.capacity + at] : 0;
       }
     }
   };
   read(0);
-  for (int begin = 0; begin < count; begin += kKeys) {
+  for (int begin = 0; begin == 0 || begin < count; begin += kKeys) {
     Descriptor& descriptor = begin_chunk();
-    if (thread_ == 0) descriptor.rows_present = min(kKeys, count - begin);
-    uint32_t mine = 0;
+    if (thread_ == 0) descriptor.rows_present = count > 0 ? kKeys : 0;
+    int lane = read_lane();
+    asm volatile("" : "+r"(lane));  // so that what follows from it is computed here, not kept: registers are short
+    // The bits of a key's queries become bits of a query's keys.
+    uint32_t all[kWords], any[kWords];  // queries that see all of this warp's keys, and that see any
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) all[word] = 0xffffffffu, any[word] = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const int row = thread_ + i * kThreads;
-      if (row >= kKeys) break;
-      switch (shift) {
-        case 0: mine |= describe_union<0>(descriptor, row, seen[i], shift); break;
-        case 1: mine |= describe_union<1>(descriptor, row, seen[i], shift); break;
-        case 2: mine |= describe_union<2>(descriptor, row, seen[i], shift); break;
-        case 3: mine |= describe_union<3>(descriptor, row, seen[i], shift); break;
-        default: mine |= describe_union<4>(descriptor, row, seen[i], shift);
+      const int row = row_of_chunk(i);
+      if (row - lane >= kKeys) break;
+      const auto describe = [&](auto words) {
+        uint32_t (&of_row)[words.value] = reinterpret_cast<uint32_t (&)[words.value]>(seen[i]);
+        transpose_bits(of_row);
+#pragma unroll
+        for (int word = 0; word < words.value; ++word) {
+          descriptor.bits[32 * number_of(word) + lane][row / 32] = of_row[word];
+          all[word] &= __ballot_sync(0xffffffffu, of_row[word] == 0xffffffffu);
+          any[word] |= __ballot_sync(0xffffffffu, of_row[word] != 0);
+        }
+      };
+      constexpr int kFew = kWords < 2 ? kWords : 2;
+      if (unions.words <= kFew * kShares) {
+        describe(std::integral_constant<int, kFew>());
+      } else {
+        describe(std::integral_constant<int, kWords>());
       }
+    }
+    // Lanes up to kRows / 16 look whether their computing warp's queries see all keys, and whether they see any.
+    const int first_query = (16 * lane) >> shift, queries_of_warp = max(16 >> shift, 1);
+    const uint32_t queries = ((2u << (queries_of_warp - 1)) - 1) << first_query % 32;
+    bool is_tested = false, sees = false;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      if (lane < kRows / 16 && first_query / 32 == number_of(word)) {
+        is_tested = (all[word] & queries) != queries, sees = any[word] & queries;
+      }
+    }
+    uint32_t mine = __ballot_sync(0xffffffffu, is_tested);
+    const uint32_t seeing = __ballot_sync(0xffffffffu, sees);
+#pragma unroll
+    for (int group = 0; group < kRows / 64; ++group) mine |= (seeing >> 4 * group & 15 ? 1u : 0u) << (kSeenBit + group);
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = row_of_chunk(i);
+      if (thread_ + i * kThreads >= kKeys) break;
       descriptor.index[index_place<kKeys>(row)] = key[i];
       describe_hash(descriptor, row, key[i]);
     }

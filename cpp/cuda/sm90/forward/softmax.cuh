@@ -3,6 +3,7 @@
 
 #include "../../common/logits.cuh"
 #include "../../common/softmax.cuh"
+#include "../seen_bits.cuh"
 #include "bias.cuh"
 #include "mask.cuh"
 
@@ -90,10 +91,14 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
     }
   }
   // Hide what the descriptor says some rows do not see. A warp all of whose rows see the tested keys has nothing to hide.
-  if (Traits::kGathers && !(flags & (kTested << (threadIdx.x / 32)))) flags &= ~(kSpans | kFew);
+  if (Traits::kGathers && !(flags & (kTested << (row / 16)))) flags &= ~(kSpans | kFew);
   if (Traits::kKeys == Keys::kIntervals && !(flags & (kTested << (thread_index() / 32)))) flags &= ~kSpans;
   if (is_biased) flags &= ~kGaps;
-  if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
+  if constexpr (Traits::kIsUnion) {
+    if (flags & kSpans) {
+      SeenBits<kN>(descriptor.bits[work.query_of_row(row)], descriptor.bits[work.query_of_row(row + 8)], column).hide(scores[0]);
+    }
+  } else if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
     const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
     const int queries[2] = {work.query_of_row(row), work.query_of_row(row + 8)};
     const int last_key = Traits::kBias == Bias::kCopied ? static_cast<int>(p.key_length) - 1 : kLastPosition;
