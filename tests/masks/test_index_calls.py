@@ -406,6 +406,51 @@ def test_export_with_dynamic_shapes(tmp_path):
     assert_exports(Attends(), example(40, 7), others, tmp_path / "lists.pt2", dynamic_shapes=shapes, strict=False)
 
 
+class Packed(torch.nn.Module):
+    def forward(self, q, k, v, boundaries, indices):
+        return dmattn.varlen_attention(q, k, v, boundaries, mask=IndexMask(indices))
+
+
+class Decodes(torch.nn.Module):
+    def forward(self, q, k, v, lengths, indices):
+        return dmattn.decode_attention(q, k, v, lengths, mask=IndexMask(indices))
+
+
+class Selects(torch.nn.Module):
+    def forward(self, scores):
+        return IndexMask.top_k(scores, 3).indices
+
+
+def listed(*shape):
+    return (tensor(shape, 4).abs() * 3).int().clamp(max=5)
+
+
+def test_export_with_lists_of_packed_documents(tmp_path):
+    def example(tokens):
+        leaves = (tensor((tokens, heads, 8), seed) for seed, heads in enumerate((4, 2, 2)))
+        return *leaves, torch.tensor([0, 4, tokens], dtype=torch.int32), listed(tokens, 3)
+
+    tokens = Dim("tokens", min=5, max=500)
+    shapes = (*({0: tokens},) * 3, None, {0: tokens})
+    assert_exports(Packed(), example(10), (example(6), example(90)), tmp_path / "packed.pt2", dynamic_shapes=shapes, strict=False)
+
+
+def test_export_of_decoding_with_any_number_of_entries(tmp_path):
+    def example(entries):
+        q, k, v = (tensor((2, heads, length, 8), seed) for seed, (heads, length) in enumerate(((4, 1), (2, 20), (2, 20))))
+        return q, k, v, torch.tensor([20, 7], dtype=torch.int32), listed(2, 2, 1, entries)
+
+    shapes = (None, None, None, None, {3: Dim("entries", min=1, max=64)})
+    others = tuple(example(entries) for entries in (1, 2, 3, 30))
+    assert_exports(Decodes(), example(7), others, tmp_path / "decodes.pt2", dynamic_shapes=shapes, strict=False)
+
+
+def test_export_of_a_selection(tmp_path):
+    shapes = ({0: Dim("batch", min=2, max=64), 1: Dim("heads", min=2, max=64)},)
+    others = ((tensor((5, 3, 6, 9), 1),), (tensor((3, 7, 6, 9), 2),))
+    assert_exports(Selects(), (tensor((2, 4, 6, 9), 0),), others, tmp_path / "selects.pt2", dynamic_shapes=shapes, strict=False)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_a_package_of_aot_inductor(tmp_path):

@@ -295,7 +295,7 @@ __device__ __forceinline__ NeededBlocks find_blocks(const UnionRange& range, int
   const auto* const pieces = reinterpret_cast<const uint4*>(shared.pool);
   const int log2_block = range.p.mask.index.log2_block, plain = range.count_plain();
   constexpr int kPlain = 1 << 16;  // the two numbers are added up as one
-  static_assert(kPoolWords < kPlain);
+  static_assert(kPoolWords < kPlain / 2);
   int found = 0;
   for (int begin = 0; begin < range.count; begin += kThreads * kAtOnce) {
     const int block = begin + static_cast<int>(threadIdx.x) * kAtOnce;

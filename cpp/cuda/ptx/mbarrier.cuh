@@ -50,10 +50,6 @@ __device__ __forceinline__ void barrier_sleep(uint32_t barrier, uint32_t parity)
 }
 
 // Named barriers of `threads` threads of the block: arrive and wait for all; does any thread say so; how many do.
-// Arrives at a barrier that others of these threads wait for by group_sync.
-__device__ __forceinline__ void group_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 __device__ __forceinline__ void group_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -72,6 +68,10 @@ __device__ __forceinline__ int group_count(int id, int threads, bool mine) {
                : "r"(id), "r"(threads), "r"(static_cast<int>(mine))
                : "memory");
   return count;
+}
+// Arrives at a named barrier at which others of its threads wait by group_sync. All lanes of a warp have to call it together.
+__device__ __forceinline__ void group_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Makes what ordinary stores and copies wrote to shared memory visible to products and tensor copies.

@@ -10,13 +10,15 @@ namespace dmattn::cuda::sm90 {
 template <int kN>
 struct SeenBits {
   static constexpr int kWords = kN / 4;
-  uint32_t bits[(kN + 7) / 8];  // in each byte two bits of each of four fields: a word of a row
+  // Of two words each: byte b has two bits for the columns of tile b of the first word's first row, then of its second row, then
+  // the same of the second word.
+  uint32_t bits[(kN + 7) / 8];
 
   SeenBits() = default;
   // first, second: bits by column for the thread's two rows; column: its first.
   __device__ __forceinline__ SeenBits(const uint32_t (&first)[kWords], const uint32_t (&second)[kWords], int column) {
 #pragma unroll
-    for (uint32_t& field : bits) field = 0;
+    for (uint32_t& of_words : bits) of_words = 0;
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       constexpr uint32_t kColumns = 0x03030303u;
@@ -24,7 +26,8 @@ struct SeenBits {
       bits[word / 2] |= pair << word % 2 * 4;
     }
 #pragma unroll
-    for (uint32_t& field : bits) asm volatile("" : "+r"(field));  // or the compiler keeps the words
+    for (uint32_t& of_words : bits)
+      asm volatile("" : "+r"(of_words));  // otherwise the compiler keeps the words, in more registers
   }
   // Scores that are not seen become -inf.
   __device__ __forceinline__ void hide(float (&scores)[kN][4]) const {

@@ -58,7 +58,7 @@ struct TileDescriptor {
   static constexpr int kKeys = kForwardShape<kDim, Traits>.keys, kRows = kForwardShape<kDim, Traits>.rows();
   static constexpr bool kIsDense = Traits::kIsDense;  // has no fields beyond first_key, with options key_hash
   static constexpr bool kHasBits = Traits::kTakesBlocks;
-  static constexpr bool kIsGathered = Traits::kGathers, kIsUnion = Traits::kIsUnion;
+  static constexpr bool kIsGathered = Traits::kGathers, kIsUnion = Traits::kIsUnion, kHasSeen = kIsGathered && !kIsUnion;
   static constexpr bool kHasIntervals = Traits::kKeys == Keys::kIntervals;  // dense, and has span, last, dead and key_bias
   static constexpr int kDescribedRows = kIsDense && !kHasIntervals ? 4 : kKeys;
   static constexpr int kBiasWarps = Traits::kBias == Bias::kKey ? kForwardShape<kDim, Traits>.loaders() / 32 : 1;
@@ -81,17 +81,19 @@ struct TileDescriptor {
   uint32_t flags;
   union {
     int first_key;     // with kInOrder: the row of the first key in the tensor that is copied, key or the compact keys
-    int rows_present;  // without it, of gathered keys: how many rows the chunk has
+    int rows_present;  // without it, of gathered keys: how many rows the chunk has; of unions all or none
   };
   int batch, head, first_query;  // of the tile: the first of its heads
-  // Without kInOrder: the key; of a missing row -1, of gathered keys 0. By index_place, of Keys::kRange by row.
+  // Without kInOrder: the key; of a missing row -1, of gathered keys 0, of unions the last key again. By index_place, of
+  // Keys::kRange by row.
   alignas(16) int32_t index[kHasIntervals ? 4 : kDescribedRows];
   alignas(16) Seen span[kIsGathered ? 1 : kDescribedRows];
   // Keys::kIntervals, with kSpans: the position behind the last that sees the key. With kGaps: a bit for each key that no query
   // of the tile sees.
   alignas(16) int32_t last[kHasIntervals ? kKeys : 1];
   uint32_t dead[kHasIntervals ? (kKeys + 31) / 32 : 1];
-  // By bias_place. Of gathered keys divided by the scale, except where has_huge is set, and -inf for missing rows. With
+  // By bias_place. Of gathered keys divided by the scale, except where has_huge is set, and -inf for rows that are
+  // not loaded. With
   // kMultipliesBias only where has_huge is set.
   alignas(16) float key_bias[kDescribedRows];
   alignas(16) uint32_t key_hash[Traits::kHasOptions ? kKeys : 1];  // with dropout: dropout_key_hash of each key
@@ -100,7 +102,6 @@ struct TileDescriptor {
   // By query of the tile, a bit for each key that it sees.
   alignas(8) uint32_t bits[kHasBits || kIsUnion ? kRows : 1][kHasBits || kIsUnion ? kKeys / 32 : 1];
   // Of other gathered keys, by warp and seen_place: a bit for each of the warp's 16 rows of the tile, whether it sees the key.
-  static constexpr bool kHasSeen = kIsGathered && !kIsUnion;
   alignas(kHasSeen ? 16 : 2) uint16_t seen[kHasSeen ? kRows / 16 : 1][kHasSeen ? kDescribedRows : 1];
 };
 

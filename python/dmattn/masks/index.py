@@ -177,7 +177,9 @@ class IndexMask(MaskData):
             offset = offset.view(-1, 1, 1, 1)
         scores = scores.detach()
         found = []
-        for first, last in spans(queries, scores.shape[:2].numel() * places * (1 if base is None else block_size)) or [(0, 0)]:
+        for first, last in spans(queries, scores.shape[0] * scores.shape[1] * places * (1 if base is None else block_size)) or [
+            (0, 0)
+        ]:
             position = torch.arange(first, last, device=scores.device)[:, None] + offset
             takes_part = _takes_part(position, keys, block_size, is_causal, local, sink_keys, base)
             part, takes_part = same_heads(scores[:, :, first:last], takes_part, "base", "scores")
@@ -226,7 +228,8 @@ class IndexMask(MaskData):
         if self._is_distinct:
             return self
         ordered = self.indices.sort(dim=-1).values
-        again = F.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
+        # Whole lists are compared: of slices an export would ask whether one has a single entry.
+        again = (ordered == ordered.roll(1, -1)) & (torch.arange(ordered.shape[-1], device=ordered.device) > 0)
         return self._of_lists(ordered.masked_fill(again, NONE), self.block_size, self.is_causal, self.local, self.sink_keys)
 
     @property

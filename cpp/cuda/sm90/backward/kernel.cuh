@@ -135,11 +135,11 @@ class GradientConsumer {
   static constexpr bool kIsGathered = Traits::kGathers, kHasOptions = Traits::kHasOptions,
                         kHasBias = Traits::kBias != Bias::kNone;
   // An order of the loop in which a warpgroup never waits for shared memory with no product begun. It takes more instructions,
-  // and instances that are short of those were slower by it (research/lab/backward.md).
-  static constexpr bool kIsDense = Traits::kKeys == Keys::kInOrder && !kHasOptions && !kHasBias,
-                        kIsOverlapped = (kIsDense && kDim == 128) || (Traits::kKeys == Keys::kGathered && !kHasOptions);
+  // and other instances were slower with it (research/lab/backward.md).
+  static constexpr bool kIsPlain = Traits::kValue == kPlainTraits,
+                        kIsOverlapped = (kIsPlain && kDim == 128) || (Traits::kKeys == Keys::kGathered && !kHasOptions);
   // The warpgroups weigh scores by turns, so that one's products run beside the other's exponentials.
-  static constexpr bool kTakesTurns = kIsDense || kIsOverlapped;
+  static constexpr bool kTakesTurns = kIsPlain || kIsOverlapped;
   // Without options gradients of the weights start at delta, from which the product is subtracted; overlapped they start at 0.
   static constexpr bool kSubtracts = !kHasOptions && !kIsOverlapped;
   static constexpr int kEarly = kIsOverlapped ? 8 : 0;  // see QueryTerms
@@ -194,7 +194,7 @@ class GradientConsumer {
 
     float* sums = nullptr;
     if (kIsOverlapped) sums = place_of_sums(n_ - 1);
-    if (kTakesTurns) group_sync(kTurnBarrier + static_cast<int>(products_.group), kConsumers * kWarpgroup);
+    if (kTakesTurns) group_sync(kTurnBarrier + static_cast<int>(products_.group), kComputingThreads);
     if constexpr (kHidesEarly) seen_.hide(scores);
     weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, has_test_ && !kHidesEarly, scores, bias_2_, bias_sum_,
                                  weights, slopes, cap_slopes,
@@ -222,7 +222,8 @@ class GradientConsumer {
     begin_products();
     products_.begin_grad_query(grad_query, chunk - 1);
     products_.begin_sums(grad_key_, gradients, products_.queries_of(n_));
-    // Leave the score gradients in shared memory for grad_query. The fence takes some 300 cycles here.
+    // Leave the score gradients in shared memory for grad_query. Overlapped they are announced at once, by a fence that takes
+    // some 200 cycles beside the products.
     score_empty_.wait_empty(chunk);
     put_gradients<kDim>(shared_address(shared_.grad_score[chunk % 2]), gradients);
     if (kIsOverlapped) announce_gradients(chunk);
@@ -286,7 +287,7 @@ class GradientConsumer {
 
   // Lets the other warpgroup weigh its scores.
   __device__ __forceinline__ void end_turn() const {
-    group_arrive(kTurnBarrier + 1 - static_cast<int>(products_.group), kConsumers * kWarpgroup);
+    group_arrive(kTurnBarrier + 1 - static_cast<int>(products_.group), kComputingThreads);
   }
   // Waits for the next chunk of queries, or the end of the tile visit, and issues its scores. False: it is the end. Overlapped,
   // the descriptor is read beside the product.

@@ -337,19 +337,8 @@ class WideGradientConsumer {
                                        float (&scores)[kN][4], uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
                                        uint32_t (&cap_slopes)[kSteps][4]) {
     const int column = ScorePlace<kDim>().column;
-    const QueryTerms<0> lse2(&shared_.lse2[stage][column]);
-    if constexpr (kHasOptions) {
-      weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, true, scores, bias_2_, bias_sum_, weights, slopes,
-                                   cap_slopes, [&] { return lse2; });
-    } else {
-      hide_scores<kDim, Traits>(call_.b.forward, tile, descriptor, scores);
-      if (kHasBias && (shared_.row_flags & kHugeRows)) {
-        weigh_huge_scores<kDim>(call_, tile, descriptor, nullptr, scores);
-      } else {
-        weigh_scores<Traits>(scores, lse2, bias_2_, call_.scale_2);
-      }
-      narrow<T>(weights, scores);
-    }
+    weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, true, scores, bias_2_, bias_sum_, weights, slopes,
+                                 cap_slopes, [&] { return QueryTerms<0>(&shared_.lse2[stage][column]); });
     return column;
   }
   // Adds a piece of grad_query of a chunk. Where sums have a fixed order, when the semaphore allows it.

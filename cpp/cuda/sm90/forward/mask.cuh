@@ -6,8 +6,8 @@
 
 namespace dmattn::cuda::sm90 {
 
-// Scores that the descriptor hides become -inf, but for unions. positions and queries are those of the thread's two rows.
-// last_key: of the call, for instances whose chunks may reach beyond it.
+// Scores that the descriptor hides become -inf. Unions have SeenBits instead. positions and queries are those of the thread's two
+// rows. last_key: of the call, for instances whose chunks may reach beyond it.
 template <int kN, class Descriptor>
 __device__ __forceinline__ void hide(float (&scores)[kN][4], const Descriptor& descriptor, uint32_t flags, bool is_causal,
                                      int last_key, int column, const int (&positions)[2], const int (&queries)[2]) {

@@ -1,6 +1,8 @@
 // The scheduler for index lists: reads the union of a tile (key_lists/key_unions.h) and makes chunks of it.
 #pragma once
 
+#include <type_traits>
+
 #include "scheduler.cuh"
 
 namespace dmattn::cuda::sm90 {
@@ -26,8 +28,10 @@ __device__ __forceinline__ void transpose_bits(uint32_t (&words)[kWords]) {
 
 template <int kDim, class Traits>
 __device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
-  // Words of bits of a key, of 32 queries each, which the scheduler's threads share where there are more of them than keys.
+  // A key has words of bits, of 32 queries each. Where there are more threads than keys, kShares of them have a key, and each has
+  // every kShares-th word.
   constexpr int kShares = kThreads > kKeys ? kThreads / kKeys : 1, kWords = kRows / 32 / kShares;
+  static_assert(kRows / 32 % kShares == 0 && kRows / 16 <= kSeenBit);
   const KeyUnions& unions = call_.live_keys.unions;
   const int64_t list = unions.list_of(batch_, head_, first_query_);
   const int32_t* const keys = unions.key + list * unions.capacity;
@@ -43,7 +47,7 @@ __device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int at = begin + row_of_chunk(i);
       const bool is_key = row_of_chunk(i) < kKeys && at < count;
-      // Behind the last key it is loaded again: no query sees its copies, but their values are multiplied by 0.
+      // Missing rows repeat the last key: another key might hold NaN, and 0 times NaN is NaN.
       key[i] = count > 0 ? keys[min(at, count - 1)] : 0;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
@@ -58,9 +62,9 @@ __device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
     int lane = read_lane();
     asm volatile("" : "+r"(lane));  // so that what follows from it is computed here, not kept: registers are short
     // The bits of a key's queries become bits of a query's keys.
-    uint32_t all[kWords], any[kWords];  // queries that see all of this warp's keys, and that see any
+    uint32_t see_all[kWords], see_some[kWords];  // a bit for each query: does it see all of this warp's keys, or some of them?
 #pragma unroll
-    for (int word = 0; word < kWords; ++word) all[word] = 0xffffffffu, any[word] = 0;
+    for (int word = 0; word < kWords; ++word) see_all[word] = 0xffffffffu, see_some[word] = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int row = row_of_chunk(i);
@@ -71,25 +75,25 @@ __device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
 #pragma unroll
         for (int word = 0; word < words.value; ++word) {
           descriptor.bits[32 * number_of(word) + lane][row / 32] = of_row[word];
-          all[word] &= __ballot_sync(0xffffffffu, of_row[word] == 0xffffffffu);
-          any[word] |= __ballot_sync(0xffffffffu, of_row[word] != 0);
+          see_all[word] &= __ballot_sync(0xffffffffu, of_row[word] == 0xffffffffu);
+          see_some[word] |= __ballot_sync(0xffffffffu, of_row[word] != 0);
         }
       };
-      constexpr int kFew = kWords < 2 ? kWords : 2;
-      if (unions.words <= kFew * kShares) {
-        describe(std::integral_constant<int, kFew>());
+      constexpr int kFewWords = kWords < 2 ? kWords : 2;
+      if (unions.words <= kFewWords * kShares) {
+        describe(std::integral_constant<int, kFewWords>());
       } else {
         describe(std::integral_constant<int, kWords>());
       }
     }
-    // Lanes up to kRows / 16 look whether their computing warp's queries see all keys, and whether they see any.
+    // Each of the first kRows / 16 lanes looks whether the queries of a computing warp see all keys, and whether they see any.
     const int first_query = (16 * lane) >> shift, queries_of_warp = max(16 >> shift, 1);
     const uint32_t queries = ((2u << (queries_of_warp - 1)) - 1) << first_query % 32;
     bool is_tested = false, sees = false;
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       if (lane < kRows / 16 && first_query / 32 == number_of(word)) {
-        is_tested = (all[word] & queries) != queries, sees = any[word] & queries;
+        is_tested = (see_all[word] & queries) != queries, sees = see_some[word] & queries;
       }
     }
     uint32_t mine = __ballot_sync(0xffffffffu, is_tested);
