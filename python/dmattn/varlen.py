@@ -279,10 +279,8 @@ def packed_lists(packed: Packed, index: IndexMask, sizes: Sizes) -> tuple[Tensor
     first_key, end_key = (with_last_twice(ends_k).index_select(0, document - before)[:, None] for before in (1, 0))
     fitting_lists(index, sizes)
     lists = with_rank(index.keys(), 4)
-    own = [
-        lists,
-        torch.arange(bounds.fewer(index.sink_keys, sizes.key_length), device=sizes.device).expand(1, 1, query.shape[0], -1),
-    ]
+    sinks = torch.arange(bounds.fewer(index.sink_keys, sizes.key_length), device=sizes.device)
+    own = [lists, sinks.expand(1, 1, query.shape[0], -1)]
     local = index.local
     if packed.ends_k is not None and local:
         # Where the query stands among its document's keys.

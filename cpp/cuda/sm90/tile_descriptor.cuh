@@ -92,9 +92,8 @@ struct TileDescriptor {
   // of the tile sees.
   alignas(16) int32_t last[kHasIntervals ? kKeys : 1];
   uint32_t dead[kHasIntervals ? (kKeys + 31) / 32 : 1];
-  // By bias_place. Of gathered keys divided by the scale, except where has_huge is set, and -inf for rows that are
-  // not loaded. With
-  // kMultipliesBias only where has_huge is set.
+  // By bias_place. Of gathered keys divided by the scale, except where has_huge is set, and -inf for rows that are not loaded.
+  // With kMultipliesBias only where has_huge is set.
   alignas(16) float key_bias[kDescribedRows];
   alignas(16) uint32_t key_hash[Traits::kHasOptions ? kKeys : 1];  // with dropout: dropout_key_hash of each key
   // Is some key_bias beyond kHugeBias? For each warp that loads keys, which take 32 rows after the other.

@@ -177,9 +177,8 @@ class IndexMask(MaskData):
             offset = offset.view(-1, 1, 1, 1)
         scores = scores.detach()
         found = []
-        for first, last in spans(queries, scores.shape[0] * scores.shape[1] * places * (1 if base is None else block_size)) or [
-            (0, 0)
-        ]:
+        of_a_query = scores.shape[0] * scores.shape[1] * places * (1 if base is None else block_size)
+        for first, last in spans(queries, of_a_query) or [(0, 0)]:
             position = torch.arange(first, last, device=scores.device)[:, None] + offset
             takes_part = _takes_part(position, keys, block_size, is_causal, local, sink_keys, base)
             part, takes_part = same_heads(scores[:, :, first:last], takes_part, "base", "scores")
