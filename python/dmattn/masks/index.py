@@ -228,7 +228,7 @@ class IndexMask(MaskData):
             return self
         ordered = self.indices.sort(dim=-1).values
         # Whole lists are compared: of slices an export would ask whether one has a single entry.
-        again = (ordered == ordered.roll(1, -1)) & (torch.arange(ordered.shape[-1], device=ordered.device) > 0)
+        again = (ordered == ordered.roll(1, -1)) & (torch.ones_like(ordered).cumsum(-1) > 1)  # of DTensors, too
         return self._of_lists(ordered.masked_fill(again, NONE), self.block_size, self.is_causal, self.local, self.sink_keys)
 
     @property
