@@ -385,6 +385,8 @@ REFUSED = {
     "decode other queries": (lambda: dmattn.decode_attention(Q[:, :, :5], K, K, LENGTHS, mask=MASK), ValueError, "mask: expected an IndexMask for Sq=5, got one for Sq=6"),
     "varlen blocks": (lambda: dmattn.varlen_attention(Q[0].transpose(0, 1), Q[0].transpose(0, 1), Q[0].transpose(0, 1), torch.tensor([0, 6]), mask=BlockMask.from_bool(torch.ones(6, 6, dtype=torch.bool))), TypeError, "mask: expected an IntervalMask, an IndexMask or interval & index, got BlockMask"),
     "heads of torch's": (lambda: dmattn.nn.MultiheadAttention(16, 2)(K[0], K[0], K[0], mask=MASK & IntervalMask.causal(12)), TypeError, "mask: expected an IntervalMask, a BlockMask or both joined, got one with an IndexMask"),
+    "keys in blocks of 3": (lambda: MASK.keys(3), ValueError, "unit: expected a divisor of block_size"),
+    "keys in blocks of 0.5": (lambda: MASK.keys(0.5), TypeError, "unit: expected a positive int, got float"),
     "a picture of others": (lambda: MASK.plot(5), ValueError, "Sq: expected the mask's own number of queries 6, got 5"),
 }  # fmt: skip
 

@@ -264,8 +264,16 @@ class IndexMask(MaskData):
         return visible & (torch.arange(Sk, device=rows.device) <= position) if self.is_causal else visible
 
     def keys(self, unit: int = 1) -> Tensor:
-        """The lists in blocks of ``unit`` keys, which divides block_size: int64 [B|1, H|Hkv|1, Sq, K * block_size / unit], none < 0."""
-        parts = self.block_size // unit
+        """The lists in blocks of ``unit`` keys, which divides block_size: int64 [B|1, H|Hkv|1, Sq, K * block_size / unit], none < 0.
+
+        Raises:
+            TypeError: unit is no int.
+            ValueError: it does not divide block_size.
+        """
+        checks.positive_int("unit", unit)
+        parts, rest = divmod(self.block_size, unit)
+        if rest:
+            raise ValueError(f"unit: expected a divisor of block_size {self.block_size}, got {unit}")
         entries = self.indices.long()
         if parts == 1:
             return entries
