@@ -1,7 +1,6 @@
 // Products of a few rows with rows that lie anywhere, in place: what a query alone has to do with its keys.
 //
-// Vectors run along the head dimension. A product of rows ends with sums over lanes, and as many of these as a vector has lanes
-// are done at once.
+// Vectors run along the head dimension. Products of rows end with sums over lanes, those of several keys at once.
 #pragma once
 
 #include "gemm.h"
