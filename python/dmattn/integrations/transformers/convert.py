@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -166,7 +167,8 @@ def load_converted(path: str | os.PathLike[str], **options: Any) -> Any:
         The model, converted, as ``from_pretrained`` returns it: with ``output_loading_info=True`` in a tuple.
 
     Raises:
-        ValueError: the config says of no conversion, or of both kinds.
+        TypeError, ValueError: the config says of no conversion, or of both kinds, or its settings are none that convert() or
+            convert_indexed() takes.
     """
     config = options.pop("config", None)
     if config is None:
@@ -235,8 +237,15 @@ def set_window(model: W, window: int) -> W:
 
 
 def _recorded(config: PreTrainedConfig, field: str) -> dict[str, Any]:
-    """The settings in a config, which may have been saved with old names."""
-    return with_new_names(getattr(config, field), sink="sink_keys", taught="select_only")
+    """The settings in a config, which may have been saved with old names, or before there were all of them."""
+    saved = getattr(config, field)
+    if not isinstance(saved, dict) or "window" not in saved:
+        raise ValueError(
+            f"path: expected a config whose {field!r} has the settings of a conversion, its window at least, got {saved!r}"
+        )
+    options = inspect.signature(convert if field == FIELD else convert_indexed).parameters.values()
+    defaults = {option.name: option.default for option in options if option.default is not option.empty}
+    return defaults | with_new_names(saved, sink="sink_keys", taught="select_only")
 
 
 def _record(model: PreTrainedModel, settings: dict[str, Any], field: str) -> None:
