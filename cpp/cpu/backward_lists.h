@@ -70,15 +70,13 @@ void backward_list_part(const BackwardCall& c, const Summaries& summaries, const
   const AttentionParams& p = b.forward;
   const int64_t rows = tile.rows(), width = padded<R>(p.head_dim), value_width = padded<R>(p.value_dim);
   load_list_rows<R>(b, tile, s);
-  interleave<R>(s.query_rows, rows, width, s.query.data);
-  interleave<R>(s.grad_out_rows, rows, value_width, s.grad_out.data);
   for_each_chunk(p, summaries, tile.tile, lists, [&](const KeyChunk& chunk) {
     const GatheredRows<const R> key = rows_of<R>(p.key, p, tile.tile, chunk, p.head_dim, s.key, numbers);
     const GatheredRows<const R> value = rows_of<R>(p.value, p, tile.tile, chunk, p.value_dim, s.value, numbers);
     for_each_row_block<R>(rows, [&](int64_t i, auto count) {
       constexpr int kRows = decltype(count)::kRows;
-      dot_rows<kRows, R>(s.query.data + i * width, key, chunk.count, width, static_cast<R>(p.scale), from_row(s.probability, i));
-      dot_rows<kRows, R>(s.grad_out.data + i * value_width, value, chunk.count, value_width, R(1), from_row(s.grad_logit, i));
+      dot_rows<kRows, R>(from_row(s.query_rows, i), key, chunk.count, width, static_cast<R>(p.scale), from_row(s.probability, i));
+      dot_rows<kRows, R>(from_row(s.grad_out_rows, i), value, chunk.count, value_width, R(1), from_row(s.grad_logit, i));
     });
     finish_list_logits<R>(p, tile, chunk, s.probability, s.slope);
     for (int64_t i = 0; i < rows; ++i) {

@@ -35,7 +35,6 @@ void forward_list_part(const AttentionParams& p, const Summaries& summaries, con
     copy_rows<R>(p.query, p.dtype, tile.tile.batch, tile.tile.head + i, tile.tile.first, queries, p.head_dim,
                  from_row(s.query_rows, i * queries));
   }
-  interleave<R>(s.query_rows, tile.rows(), width, s.query.data);
   s.state.reset(tile.rows());
   for (int64_t i = 0; i < tile.rows(); ++i) {
     for (int64_t d = 0; d < value_width; ++d) s.out.row(i)[d] = 0;
@@ -44,7 +43,7 @@ void forward_list_part(const AttentionParams& p, const Summaries& summaries, con
     const GatheredRows<const R> key = rows_of<R>(p.key, p, tile.tile, chunk, p.head_dim, s.key, numbers);
     const GatheredRows<const R> value = rows_of<R>(p.value, p, tile.tile, chunk, p.value_dim, s.value, numbers);
     for_each_row_block<R>(tile.rows(), [&](int64_t i, auto count) {
-      dot_rows<decltype(count)::kRows, R>(s.query.data + i * width, key, chunk.count, width, static_cast<R>(p.scale),
+      dot_rows<decltype(count)::kRows, R>(from_row(s.query_rows, i), key, chunk.count, width, static_cast<R>(p.scale),
                                           from_row(s.logits, i));
     });
     finish_list_logits<R>(p, tile, chunk, s.logits, Matrix<R>{nullptr, 0});

@@ -1,6 +1,7 @@
 // Products of a few rows with rows that lie anywhere, in place: what a query alone has to do with its keys.
 //
-// Vectors run along the head dimension. Products of rows end with sums over lanes, those of several keys at once.
+// Vectors run along the head dimension. A product of rows ends with sums over lanes, and as many of these as a vector has lanes
+// are done at once.
 #pragma once
 
 #include "gemm.h"
@@ -40,45 +41,44 @@ DMATTN_INLINE Vec<R> add_neighbours(Vec<R> a, Vec<R> b, Lanes<kLane...>) {
          DMATTN_SHUFFLE(R, a, b, (kLane & kBit ? kLane - kBit + kLanes<R> : kLane + kBit)...);
 }
 
-// In each group of kCount lanes: lane i becomes the sum of that group's lanes of v[i].
-template <class R, int kCount, int kBit = 1>
+// Lane i becomes the sum of the lanes of v[i].
+template <class R, int kBit = 1>
 DMATTN_INLINE Vec<R> sum_each(const Vec<R>* v) {
-  if constexpr (kBit == kCount) {
+  if constexpr (kBit == kLanes<R>) {
     return v[0];
   } else {
-    Vec<R> half[kCount / 2 / kBit];
+    Vec<R> half[kLanes<R> / 2 / kBit];
     DMATTN_UNROLL
-    for (int i = 0; i < kCount / 2 / kBit; ++i)
+    for (int i = 0; i < kLanes<R> / 2 / kBit; ++i)
       half[i] = add_neighbours<kBit, R>(v[2 * i], v[2 * i + 1], typename CountLanes<kLanes<R>>::Type());
-    return sum_each<R, kCount, 2 * kBit>(half);
+    return sum_each<R, 2 * kBit>(half);
   }
 }
 
-// to[i][k] = factor <a[i], b[k]> for kRows interleaved rows of a. The index of b, and the rows of `to`, go on to whole vectors.
-//
-// A vector of a has a piece of every row. It meets the same piece of b[k], repeated for each row, so sums are over the lanes of a
-// piece only.
+// to[i][k] = factor <a[i], b[k]> for kRows rows of a. The index of b, and the rows of `to`, go on to whole vectors.
 template <int kRows, class R>
-void dot_rows(const R* a, const GatheredRows<const R>& b, int64_t count, int64_t width, R factor, const Matrix<R>& to) {
-  constexpr int kPiece = kLanes<R> / kRows;                    // one vector has the sums of as many keys
-  constexpr int kKeys = max_of(kPiece, min_of(8, kLanes<R>));  // at once, so that products need not wait for each other
-  for (int64_t k = 0; k < count; k += kKeys) {
-    const R* rows[kKeys];
-    Vec<R> sum[kKeys] = {};
+void dot_rows(const Matrix<R>& a, const GatheredRows<const R>& b, int64_t count, int64_t width, R factor, const Matrix<R>& to) {
+  constexpr int kColumns = kLanes<R> / kRows;
+  for (int64_t k = 0; k < count; k += kColumns) {
+    const R* rows[kColumns];
+    Vec<R> sum[kLanes<R>] = {};
     DMATTN_UNROLL
-    for (int j = 0; j < kKeys; ++j) rows[j] = b.row(k + j);
-    for (int64_t d = 0; d < width; d += kPiece) {
-      const Vec<R> a_part = load<R>(a + d * kRows);
+    for (int j = 0; j < kColumns; ++j) rows[j] = b.row(k + j);
+    for (int64_t d = 0; d < width; d += kLanes<R>) {
+      Vec<R> a_part[kRows];
       DMATTN_UNROLL
-      for (int j = 0; j < kKeys; ++j) sum[j] += a_part * load_repeated<kRows, R>(rows[j] + d);
+      for (int i = 0; i < kRows; ++i) a_part[i] = load<R>(a.row(i) + d);
+      DMATTN_UNROLL
+      for (int j = 0; j < kColumns; ++j) {
+        const Vec<R> b_part = load<R>(rows[j] + d);
+        DMATTN_UNROLL
+        for (int i = 0; i < kRows; ++i) sum[i * kColumns + j] += a_part[i] * b_part;
+      }
     }
+    R lanes[kLanes<R>];
+    store<R>(lanes, sum_each<R>(sum) * factor);
     DMATTN_UNROLL
-    for (int j = 0; j < kKeys; j += kPiece) {
-      R lanes[kLanes<R>];
-      store<R>(lanes, sum_each<R, kPiece>(sum + j) * factor);
-      DMATTN_UNROLL
-      for (int i = 0; i < kRows; ++i) __builtin_memcpy(to.row(i) + k + j, lanes + i * kPiece, kPiece * sizeof(R));
-    }
+    for (int i = 0; i < kRows; ++i) __builtin_memcpy(to.row(i) + k, lanes + i * kColumns, kColumns * sizeof(R));
   }
 }
 
@@ -177,18 +177,6 @@ DMATTN_INLINE void for_each_row_block(int64_t rows, const Use& use) {
 template <class R>
 DMATTN_INLINE Matrix<R> from_row(const Matrix<R>& m, int64_t i) {
   return {m.row(i), m.stride};
-}
-
-// to: the same blocks as dot_rows takes them, that of row i from i * width on. Vector after vector has the next piece of each
-// row.
-template <class R>
-DMATTN_INLINE void interleave(const Matrix<R>& rows, int64_t count, int64_t width, R* to) {
-  for_each_row_block<R>(count, [&](int64_t first, auto block) {
-    constexpr int kRows = decltype(block)::kRows, kPiece = kLanes<R> / kRows;
-    for (int64_t d = 0; d < width; d += kPiece) {
-      for (int i = 0; i < kRows; ++i, to += kPiece) __builtin_memcpy(to, rows.row(first + i) + d, kPiece * sizeof(R));
-    }
-  });
 }
 
 }  // namespace

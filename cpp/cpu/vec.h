@@ -73,28 +73,6 @@ DMATTN_INLINE Vec<R> splat(R x) {
   return x - Vec<R>{};
 }
 
-// A vector that repeats kLanes / kTimes elements.
-template <int kTimes, class R>
-DMATTN_INLINE Vec<R> load_repeated(const R* from) {
-  constexpr int kBytes = kVectorBytes / kTimes;
-  if constexpr (kTimes == 1) {
-    return load<R>(from);
-  } else if constexpr (kTimes == kLanes<R>) {
-    return splat<R>(*from);
-  } else if constexpr (kBytes == 8) {
-    int64_t bits;
-    __builtin_memcpy(&bits, from, sizeof(bits));
-    return (Vec<R>)(bits - IntVec<double>{});
-  } else {
-#if defined(__AVX512F__)
-    if constexpr (kBytes == 16) return (Vec<R>)_mm512_maskz_broadcast_f32x4(0xffff, _mm_loadu_ps((const float*)from));
-    if constexpr (kBytes == 32) return (Vec<R>)_mm512_maskz_broadcast_f32x8(0xffff, _mm256_loadu_ps((const float*)from));
-#elif defined(__AVX2__)
-    return (Vec<R>)_mm256_broadcast_ps((const __m128*)from);
-#endif
-  }
-}
-
 DMATTN_INLINE Int32Vec load_int32(const int32_t* from) {
   Int32Vec v;
   __builtin_memcpy(&v, from, sizeof(v));
@@ -152,8 +130,8 @@ DMATTN_INLINE uint32_t lane_bits(Int32Vec mask) {
 #endif
 }
 
-constexpr DMATTN_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr DMATTN_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+DMATTN_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+DMATTN_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 DMATTN_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 DMATTN_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 

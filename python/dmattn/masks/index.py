@@ -227,8 +227,9 @@ class IndexMask(MaskData):
         if self._is_distinct:
             return self
         ordered = self.indices.sort(dim=-1).values
-        # Whole lists are compared: of slices an export would ask whether one has a single entry.
-        again = (ordered == ordered.roll(1, -1)) & (torch.ones_like(ordered).cumsum(-1) > 1)  # of DTensors, too
+        # Whole lists are compared: of slices an export would ask whether one has a single entry. Places are counted by cumsum, since a
+        # DTensor of lists takes no plain tensor beside it.
+        again = (ordered == ordered.roll(1, -1)) & (torch.ones_like(ordered).cumsum(-1, dtype=torch.int32) > 1)
         return self._of_lists(ordered.masked_fill(again, NONE), self.block_size, self.is_causal, self.local, self.sink_keys)
 
     @property

@@ -218,7 +218,8 @@ def set_window(model: W, window: int) -> W:
         TypeError, ValueError: as :func:`convert`.
     """
     inner = unwrapped(model)
-    for layer in selecting_layers(inner):
+    layers = selecting_layers(inner)
+    for layer in layers:
         if isinstance(layer, IndexedSelectingAttention):
             raise ValueError(
                 f"model: expected a model converted by convert(), got {type(inner).__name__} converted by convert_indexed(), whose window "
@@ -228,8 +229,9 @@ def set_window(model: W, window: int) -> W:
         if not isinstance(layer, tuple(CONVERTED.values())):
             raise ValueError(f"model: expected a model converted by convert(), got {type(inner).__name__}")
         checks.selection(window, layer.local, layer.sink_keys, True)
-        layer.window = window
     _record(inner, _recorded(inner.config, FIELD) | {"window": window}, FIELD)
+    for layer in layers:
+        layer.window = window
     return model
 
 
@@ -237,15 +239,16 @@ def set_window(model: W, window: int) -> W:
 
 
 def _recorded(config: PreTrainedConfig, field: str) -> dict[str, Any]:
-    """The settings in a config, which may have been saved with old names, or before there were all of them."""
+    """The settings in a config, which may have been saved with old names."""
     saved = getattr(config, field)
-    if not isinstance(saved, dict) or "window" not in saved:
+    settings = with_new_names(saved, sink="sink_keys", taught="select_only") if isinstance(saved, dict) else {}
+    options = inspect.signature(convert if field == FIELD else convert_indexed).parameters
+    missing = [name for name in options if name != "model" and name not in settings]
+    if missing:
         raise ValueError(
-            f"path: expected a config whose {field!r} has the settings of a conversion, its window at least, got {saved!r}"
+            f"config: expected all settings of a conversion in its {field!r}, got {saved!r}, without {', '.join(missing)}"
         )
-    options = inspect.signature(convert if field == FIELD else convert_indexed).parameters.values()
-    defaults = {option.name: option.default for option in options if option.default is not option.empty}
-    return defaults | with_new_names(saved, sink="sink_keys", taught="select_only")
+    return settings
 
 
 def _record(model: PreTrainedModel, settings: dict[str, Any], field: str) -> None:
