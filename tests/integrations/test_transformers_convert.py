@@ -435,7 +435,7 @@ def test_settings_in_a_config_that_do_not_suffice_are_refused(convert_to, tmp_pa
     model = convert_to(built(), 4)
     field = "dynamic_mask" if convert_to is convert else "indexed_attention"
     settings = getattr(model.config, field)
-    missing = "config: expected all settings of a conversion in its '{}', got .*, without {}"
+    missing = "config: expected all settings of a conversion in its '{}', got .*, which lacks {}"
     for damaged, message in (
         ({name: settings[name] for name in settings if name != "local"}, missing.format(field, "local$")),
         ([4], missing.format(field, "window, local")),

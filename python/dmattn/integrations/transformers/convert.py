@@ -167,8 +167,9 @@ def load_converted(path: str | os.PathLike[str], **options: Any) -> Any:
         The model, converted, as ``from_pretrained`` returns it: with ``output_loading_info=True`` in a tuple.
 
     Raises:
-        TypeError, ValueError: the config says of no conversion, or of both kinds, or its settings are none that convert() or
-            convert_indexed() takes.
+        TypeError: the recorded settings have a wrong type.
+        ValueError: the config has no record of a conversion, or records of both kinds, or one whose settings are not complete or out of
+            range.
     """
     config = options.pop("config", None)
     if config is None:
@@ -246,7 +247,7 @@ def _recorded(config: PreTrainedConfig, field: str) -> dict[str, Any]:
     missing = [name for name in options if name != "model" and name not in settings]
     if missing:
         raise ValueError(
-            f"config: expected all settings of a conversion in its {field!r}, got {saved!r}, without {', '.join(missing)}"
+            f"config: expected all settings of a conversion in its {field!r}, got {saved!r}, which lacks {', '.join(missing)}"
         )
     return settings
 
